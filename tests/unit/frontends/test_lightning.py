@@ -179,7 +179,7 @@ def test_batch_sizes_go_through_the_data_module(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
 
 
-def test_batch_sizes_by_steps_change_with_the_epoch_behind_and_the_data_module_is_given_back(tmp_path: Path) -> None:
+def test_batch_sizes_by_steps_change_at_the_next_epoch_and_the_data_module_is_restored(tmp_path: Path) -> None:
     data, trigger = Data(), At({0: 0.5, 4: 1.0}, unit="step", batch_sizes=[16, 8])
     fitted(tmp_path, Plain(), growth(trigger=trigger), data=data, max_epochs=4)
     assert data.seen[-4:] == [16, 16, 8, 8]

@@ -55,7 +55,7 @@ class Convolutions(Plain):
         )
 
 
-def test_an_average_of_lightnings_is_that_of_the_part(tmp_path: Path) -> None:
+def test_lightnings_averages_equal_those_of_the_part(tmp_path: Path) -> None:
     """Lightning's average grows with the network; `parts.Averages` computes the same in another order."""
     module, callback = Plain(), growth(parts=[Averages(decay=0.7)])
     fitted(tmp_path, module, growth(), EMAWeightAveraging(decay=0.7))

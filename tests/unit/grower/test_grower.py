@@ -139,7 +139,7 @@ class Loop:
         return [*(t.tolist() for t in tensors), state["param_groups"], events, self.grower.state.as_dict()]
 
 
-def test_equals_the_loop_by_hand_bit_for_bit() -> None:
+def test_grower_equals_a_handwritten_loop_bit_for_bit() -> None:
     network, method = mlp(), VarianceTransfer(noise_std=1e-3)
     graph = trace(network, PROBE)
     schedule = make_schedule(EPOCHS, 8, epochs=[1, 2, 1], widths=[0.5, 0.75, 1.0])
@@ -167,7 +167,7 @@ def test_equals_the_loop_by_hand_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("network", [mlp, normed, recurrent])
-def test_function_stays_at_every_event_and_in_the_plain_network_at_the_end(network) -> None:
+def test_outputs_stay_the_same_at_events_and_after_finish(network) -> None:
     loop = Loop(network=network, method=VarianceTransfer())
     for epoch in range(EPOCHS):
         loop.train(epoch * STEPS)
@@ -403,7 +403,7 @@ def test_gradient_scaling_and_clipping_work_across_events() -> None:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_that_are_being_accumulated_become_the_grown_networks(sparse: bool) -> None:
+def test_accumulated_gradients_grow_with_the_network(sparse: bool) -> None:
     torch.manual_seed(0)
     first = nn.Embedding(11, 8, sparse=True) if sparse else nn.Linear(6, 8)
     network = nn.Sequential(first, nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()

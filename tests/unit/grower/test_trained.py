@@ -436,7 +436,7 @@ def test_a_factor_that_code_computes_from_the_width_moves_into_weights_and_momen
     assert len(grower.events) == 1
 
 
-def test_width_and_depth_grow_apart() -> None:
+def test_width_and_depth_grow_separately() -> None:
     small, optimizer = trained(residual, IMAGES)
     wide = residual(32, 4)
     trigger = {1: {"width": 1.0}, 2: {"depth": 0.5}, 3: {"depth": 1.0}}

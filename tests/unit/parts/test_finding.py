@@ -341,7 +341,7 @@ def test_blocks_that_are_not_found_are_named_with_the_reason(name: str) -> None:
         Blocks(make(), no_widths(), None, start, (x,))
 
 
-def test_a_whole_copy_goes_into_a_post_norm_network_and_says_that_it_changes_it() -> None:
+def test_gstack_changes_a_post_norm_network_and_reports_it() -> None:
     network, inputs = made(post_norm, SAMPLES)
     blocks = Blocks(network, no_widths(), None, "gstack", inputs)
     assert list(blocks.blocks) == ["layers.1", "layers.2"]

@@ -178,7 +178,7 @@ def copied(code: Path, *parts: str) -> None:
 
 
 @pytest.mark.parametrize("part", REMOVED)
-def test_nothing_that_stays_needs_a_part_to_be_imported(part: str) -> None:
+def test_no_other_module_imports_a_part(part: str) -> None:
     gone = {path for own in files_of(part) for path in (own, *own.rglob("*.py"))}
     lost = {name for name, path in MODULES.items() if path in gone}
     needed = {}

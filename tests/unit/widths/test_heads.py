@@ -217,7 +217,7 @@ def test_settings_that_modules_share_are_copied_where_they_follow_a_width() -> N
         ("attention", lambda y: F.scaled_dot_product_attention(y[:, :6], y[:, :6], y[:, :6])),
     ],
 )
-def test_what_keeps_a_width_is_called_what_it_is(what: str, correlated: Callable[[Tensor], Tensor]) -> None:
+def test_reasons_distinguish_matrix_products_from_attention(what: str, correlated: Callable[[Tensor], Tensor]) -> None:
     """Products of each sample's features with themselves, which are not attention."""
     network = Around(lambda net, x: net.out(correlated(net.features(x)).flatten(1)), features=[5, 6], out=[36, 3])
     graph = trace(network, torch.randn(2, 6, 5))

@@ -73,7 +73,7 @@ def outcome(call: Callable[[], Any]) -> list[Any] | None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_shape_is_what_torch_works_out(name: str) -> None:
+def test_predicted_shapes_equal_torchs(name: str) -> None:
     expected = outcome(CALLS[name])
     with Shapes("calls") as mode:
         found = outcome(CALLS[name])
@@ -140,7 +140,7 @@ def test_networks_without_values_trace_as_those_with_values(make):
     assert without.axes == with_values.axes
 
 
-def test_code_that_asks_for_numbers_is_named():
+def test_code_that_needs_values_is_named():
     network, x = on_meta(lambda: asking(careful=False)), torch.randn(2, 6, device="meta")
     with pytest.raises(UnsupportedOperation, match=r"reads numbers from a tensor \(.*x > 1e9.*device meta"):
         trace(network, x)

@@ -46,7 +46,7 @@ def looks_aside(net: Any, x: Tensor) -> Tensor:
     ],
     ids=["transposed", "transposed in groups", "rows added"],
 )
-def test_what_is_computed_aside_keeps_what_it_reads_full(aside: Any, decoder: nn.Module | None) -> None:
+def test_auxiliary_computations_keep_their_inputs_full(aside: Any, decoder: nn.Module | None) -> None:
     layers = {"first": nn.Conv2d(3, 8, 1), "last": nn.Conv2d(8, 4, 1), "decoder": decoder}
     network, x = Around(looks_aside, aside=aside, **layers), torch.randn(2, 3, 4, 4)
     grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
@@ -104,7 +104,7 @@ class Auxiliary(nn.Module):
         (True, {"second": 8}, "the code fails at narrow widths: test_narrowing.py:"),
     ],
 )
-def test_heads_of_train_mode_grow_along_or_keep_what_they_read(in_python: bool, groups: Any, reason: str) -> None:
+def test_train_only_heads_grow_or_keep_their_inputs_full(in_python: bool, groups: Any, reason: str) -> None:
     network = Auxiliary(in_python).double()
     graph = trace(network, example := torch.randn(4, 4, dtype=torch.float64))
     assert graph.full_widths == groups
@@ -123,7 +123,7 @@ def autoencoder(net: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()])
-def test_terms_of_the_loss_that_train_mode_alone_computes_are_kept(method: GrowthMethod) -> None:
+def test_train_only_loss_terms_are_preserved(method: GrowthMethod) -> None:
     encoder = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
     decoder = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 20))
     parts = {"encoder": encoder, "mean": [32, 6], "log_variance": [32, 6], "decoder": decoder}

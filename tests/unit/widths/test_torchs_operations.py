@@ -77,7 +77,7 @@ def grown(function: Callable[[Tensor], Any]) -> list[str]:
         lambda h: h.clone().lt_(0.5),
     ],
 )
-def test_channels_grow_through_what_is_composite_or_works_entry_by_entry(function: Callable[[Tensor], Any]) -> None:
+def test_channels_grow_through_composite_and_elementwise_operations(function: Callable[[Tensor], Any]) -> None:
     assert set(grown(function)) >= {"a", "b"}
 
 
@@ -99,7 +99,7 @@ def test_channels_that_are_mixed_keep_their_width(function: Callable[[Tensor], A
     assert "a" not in grown(function)
 
 
-def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
+def test_sums_that_nothing_reads_have_one_width() -> None:
     """In many networks with skip connections, the last block adds to a stream that nothing reads afterwards."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
     assert set(grower.full_graph.groups) == {"stem", "inner.0", "inner.1", "skip.0"}
 
 
-def test_what_works_entry_by_entry_tells_channels_apart() -> None:
+def test_elementwise_operations_are_basis_dependent() -> None:
     """It does not commute with rotations of them, which isotropic layers would make."""
     network = nn.Sequential(nn.Linear(3, 8), Layers(lambda net, x: torch.special.i0e(x)), nn.Linear(8, 2))
     graph = trace(network, torch.randn(4, 3), follow_norms=True)

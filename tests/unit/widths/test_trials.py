@@ -87,7 +87,7 @@ def test_a_network_that_returns_a_dataclass_grows(wrap: Callable[[Tensor, Tensor
     torch.testing.assert_close(logits(), before)
 
 
-def test_trials_warn_of_nothing() -> None:
+def test_trials_emit_no_warnings() -> None:
     """No warnings for trial widths: torch warns if `num_features` differs from the input's channels."""
     network = nn.Sequential(nn.Conv2d(2, 6, 1), nn.InstanceNorm2d(6), nn.Conv2d(6, 8, 1), nn.GroupNorm(8, 8))
     network.append(nn.Conv2d(8, 2, 1))
