@@ -54,6 +54,7 @@ def momentum(network: nn.Module) -> torch.optim.Optimizer:
 
 def looped(method: Any, norm: str = "none", make: Any = momentum, **settings: Any) -> Loop:
     """Epochs of three steps on a mixed network."""
+    torch.manual_seed(0)
     both = (parts.Averages(0.9), IsotropicLayers(**{**SETTINGS, **settings}))
     loop = Loop(make, lambda: Mixed(6, 3, 8, norm).double(), SCHEDULE, method=method, parts=both)
     loop.grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
@@ -241,7 +242,7 @@ def test_layers_are_inserted_as_the_identity_and_learn() -> None:
     [
         ((False,), "hidden.2:4 of blocks cannot be left out with start='identity'"),
         ((True, True), "needs an activation without a gain channel"),
-        ((True, False, IsotropicLayers()), "leave IsotropicLayers out, or let no layer come in"),
+        ((True, False, IsotropicLayers()), "leave IsotropicLayers out, or insert no layer"),
     ],
 )
 def test_layers_that_cannot_be_inserted_raise_errors(arguments: tuple[Any, ...], message: str) -> None:
