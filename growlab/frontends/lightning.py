@@ -1,8 +1,7 @@
 """Lightning callback that grows the network of any LightningModule.
 
-It relies on undocumented parts of Lightning: `strategy.configure_ddp()` wraps `strategy.model` again, loops keep their
-data in `_data_source`, and modules have methods that call the batch transfer hooks. Tests fail if a version changes
-them.
+It relies on undocumented parts of Lightning, which tests cover: `strategy.configure_ddp()` wraps `strategy.model`
+again, loops keep their data in `_data_source`, and modules have methods that call the batch transfer hooks.
 """
 
 import inspect
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
@@ -47,6 +47,7 @@ _REST = "meta.pt"
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
 _PROBE = 8  # samples in the example input
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 
 
 def starts_by_copies(strategy: Any) -> bool:
@@ -57,20 +58,20 @@ def starts_by_copies(strategy: Any) -> bool:
 def renew_wrapper(trainer: Trainer, grower: Grower) -> None:
     """Rebuild DistributedDataParallel, if any, after parameters were replaced; this broadcasts rank 0's parameters."""
     strategy = trainer.strategy
-    if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
-        # Lightning converts to SyncBatchNorm once, before training: convert the layers that were added since.
-        if (sync := strategy._layer_sync) is not None:
-            for network in (grower.network, *grower.copies().values()):
-                for path, module in list(network.named_modules()):
-                    if type(module) in _PLAIN_NORMS and (synced := sync.apply(module)) is not module:
-                        network.set_submodule(path, synced)
-        wrapper = strategy.model
-        strategy.model = trainer.lightning_module
-        try:
-            strategy.configure_ddp()
-        except BaseException:
-            strategy.model = wrapper
-            raise
+    if not isinstance(strategy, DDPStrategy) or not isinstance(strategy.model, DistributedDataParallel):
+        return
+    # Lightning converts to SyncBatchNorm once, before training: convert the layers that were added since.
+    for network in _networks(grower).values() if (sync := strategy._layer_sync) is not None else ():
+        for path, module in list(network.named_modules()):
+            if type(module) in _PLAIN_NORMS and (synced := sync.apply(module)) is not module:
+                network.set_submodule(path, synced)
+    wrapper = strategy.model
+    strategy.model = trainer.lightning_module
+    try:
+        strategy.configure_ddp()
+    except BaseException:
+        strategy.model = wrapper
+        raise
 
 
 class Growth(GrowthCallback, Callback):
@@ -333,8 +334,7 @@ class Growth(GrowthCallback, Callback):
         if self._is_given:
             return
         grower, others = self.grower, [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
-        known = (pl_module, *grower.copies().values())
-        for average in averages(others, grower.network, self._shapes, known):
+        for average in averages(others, grower.network, self._shapes, (pl_module, *grower.copies().values())):
             self._follow(grower, average)
 
     def load(self, module: LightningModule, path: str | Path) -> LightningModule:
@@ -381,7 +381,7 @@ class Growth(GrowthCallback, Callback):
             ) from None
 
     def _example_inputs(self, module: LightningModule, network: nn.Module) -> tuple[Any, ...]:
-        example = module.example_input_array
+        example = move_data_to_device(module.example_input_array, module.device)
         if example is None:
             raise UserError("give Growth an example of the network's input, such as example=torch.randn(2, 3, 32, 32).")
         call = partial(module, **example) if isinstance(example, dict) else partial(module, *_as_tuple(example))
@@ -438,10 +438,10 @@ def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> Tensor:
         with trainer.precision_plugin.train_step_context():
             output = module.training_step(*arguments)
     finally:
-        for name, own in silenced.items():
+        for name, override in silenced.items():
             vars(module).pop(name)
-            if own is not None:
-                vars(module)[name] = own
+            if override is not None:
+                vars(module)[name] = override
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
 
@@ -455,11 +455,10 @@ def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]
     if not hasattr(data, "batch_size"):
         log.warning("the trigger's batch sizes %s are ignored: the data module has no batch_size", sizes)
         return lambda: None
-    uneven = [size for size in sizes if size % trainer.world_size]
-    if uneven:
+    if uneven := [size for size in sizes if size % trainer.world_size]:
         raise UserError(f"a batch of {uneven[0]} does not divide among {trainer.world_size} processes.")
-    own, every = vars(data), trainer.reload_dataloaders_every_n_epochs
-    before = {name: own[name] for name in ("train_dataloader", "batch_size") if name in own}
+    attributes, every_n_epochs = vars(data), trainer.reload_dataloaders_every_n_epochs
+    before = {name: attributes[name] for name in ("train_dataloader", "batch_size") if name in attributes}
     original = data.train_dataloader
 
     @wraps(original)
@@ -470,9 +469,9 @@ def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]
 
     def put_back() -> None:
         for name in ("train_dataloader", "batch_size"):
-            own.pop(name, None)
-        own.update(before)
-        trainer.reload_dataloaders_every_n_epochs = every
+            attributes.pop(name, None)
+        attributes.update(before)
+        trainer.reload_dataloaders_every_n_epochs = every_n_epochs
 
     data.train_dataloader = train_dataloader
     trainer.reload_dataloaders_every_n_epochs = 1
@@ -495,10 +494,9 @@ def length(trainer: Trainer) -> tuple[float, float]:
 
 def few_samples(loaders: Any) -> Any:
     """Return a batch of a few samples, without using the loader's sampler or workers if its dataset can be indexed."""
-    if isinstance(loaders, DataLoader) and loaders.batch_sampler is not None:
-        batch = _indexed(loaders)
-        if batch is not None:
-            return batch
+    is_batched = isinstance(loaders, DataLoader) and loaders.batch_sampler is not None
+    if is_batched and (batch := _indexed(loaders)) is not None:
+        return batch
     # Stateful loaders keep their position, so restore it: training must not start later.
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     positions = [(loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")]
@@ -650,9 +648,7 @@ def averages(
             copy_shapes = shapes_of(copy) if type(copy) is type(network) else {}
             if copy_shapes == shapes:
                 yield copy
-            elif copy_shapes.keys() == shapes.keys() and isinstance(
-                callback, (StochasticWeightAveraging, WeightAveraging)
-            ):
+            elif copy_shapes.keys() == shapes.keys() and isinstance(callback, _AVERAGING):
                 name = type(callback).__name__
                 raise UserError(
                     f"{name} has copied the network before it became a seed: put Growth before it, "

@@ -235,13 +235,12 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         """
         self._wrapper = None
         vars(model or self.grower.network).pop("load_adapter", None)
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            folder = Path(state.best_model_checkpoint)
-            if not self._resume_from(folder):
-                raise UserError(
-                    f"load_best_model_at_end loaded {folder}, which was written without Growth or is gone: the model's "
-                    "widths are unknown; resume from the last checkpoint without load_best_model_at_end."
-                )
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best is not None and not self._resume_from(Path(best)):
+            raise UserError(
+                f"load_best_model_at_end loaded {best}, which was written without Growth or is gone: the model's "
+                "widths are unknown; resume from the last checkpoint without load_best_model_at_end."
+            )
         self._finish(self.grower)
 
     def state(self) -> dict[str, Any]:
@@ -254,8 +253,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {**saved, "mark": self._mark}}
 
     def _saved_in(self, state: TrainerState) -> dict[str, Any]:
-        saved: dict[str, Any] = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
-        return saved
+        return dict(state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}))
 
     def _resume_from(self, folder: Path) -> bool:
         """Restore the state of growth from a checkpoint; return False if it has none."""

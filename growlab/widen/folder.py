@@ -235,7 +235,7 @@ class Plan:
         graph = with_unused(graph, shapes, full)
         widths = read_off(graph, shapes, full)
         self._widening = Widening(graph, self._old, widths, seed, method)
-        self._own = target.state_dict(keep_vars=True)
+        self._state = target.state_dict(keep_vars=True)
         self._first = first_names(target)
         self._zeros: set[str] = set()
 
@@ -297,34 +297,33 @@ class Plan:
         """Return True if a tensor is computed from a saved one; others are set when the model is built."""
         source = self._origin(name)
         return source in self._saved and (
-            self._own[name].is_floating_point() or isinstance(self._own[name], nn.Parameter)
+            self._state[name].is_floating_point() or isinstance(self._state[name], nn.Parameter)
         )
 
     def _blocks(self, name: str, way: Way) -> Iterator[Tensor]:
         key, graph = f"{_PREFIX}{name}", self._widening.graph
         if key in self._zeros:
-            yield torch.zeros(self._own[name].shape, dtype=torch.float64) - graph.offsets.get(key, 0.0)
+            yield torch.zeros(self._state[name].shape, dtype=torch.float64) - graph.offsets.get(key, 0.0)
         elif key in graph.axes:
             yield from self._widening.blocks(key, way)
         else:
-            yield from blocks_of(partial(self._old, key), tuple(self._own[name].shape))
+            yield from blocks_of(partial(self._old, key), tuple(self._state[name].shape))
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which to write a tensor: that of the source's files."""
-        return self._saved.dtypes[self._origin(name)] if self._is_saved(name) else self._own[name].dtype
+        return self._saved.dtypes[self._origin(name)] if self._is_saved(name) else self._state[name].dtype
 
     def tensor(self, name: str, way: Way) -> Tensor:
         """Compute one tensor of the target."""
-        own = self._own[name]
         if not self._is_saved(name):
-            return own.detach().clone()
-        whole, start = torch.empty(own.shape, dtype=self.dtype(name)), 0
+            return self._state[name].detach().clone()
+        tensor, start = torch.empty(self._state[name].shape, dtype=self.dtype(name)), 0
         for block in self._blocks(name, way):
-            if not whole.dim():
-                return block.to(whole)
-            whole[start : start + len(block)] = block
+            if not tensor.dim():
+                return block.to(tensor)
+            tensor[start : start + len(block)] = block
             start += len(block)
-        return whole
+        return tensor
 
     def not_deeper(self, error: float) -> UserError:
         """Explain why the model cannot become deeper, after `exact_way` has returned None."""
@@ -437,9 +436,7 @@ class Deeper:
         Of normalisations, these are the biases of `writing`, whose outputs are added to a stream: their input is zero.
         """
         inside = {name for name in graph.axes if any(name.startswith(f"{path}.") for path in self.new)}
-        made = {
-            name: {g for axis in axes if axis.role == "out" for g in axis.groups} for name, axes in graph.axes.items()
-        }
+        made = {n: {g for axis in axes if axis.role == "out" for g in axis.groups} for n, axes in graph.axes.items()}
         # Streams: channels that are written both inside and outside of new layers.
         within, outside = (set().union(*(made[n] for n in names)) for names in (inside, made.keys() - inside))
         norms = {norm.name for norm in graph.channel_norms}

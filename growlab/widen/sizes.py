@@ -38,8 +38,8 @@ _NOT_OF_LAYERS = (
 
 def sizes(config: Any, names: Collection[str]) -> dict[str, int]:
     """Return the integer sizes that a configuration has under any of these names."""
-    known = config.to_dict()
-    return {name: known[name] for name in names if type(known.get(name)) is int}
+    settings = config.to_dict()
+    return {name: settings[name] for name in names if type(settings.get(name)) is int}
 
 
 def widened(config: Any, width: float, parts: Collection[str]) -> Any:

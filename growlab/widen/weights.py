@@ -128,13 +128,13 @@ class Widening:
             weight = torch.cat([*self.blocks(direction, way)])
             yield torch.norm_except_dim(weight, 2, self.graph.weight_norms[direction][1])
             return
-        make = partial(self._made, name, way=way)
+        make = partial(self._compute, name, way=way)
         if not axes or axes[0].groups:
             yield make(...)
         else:
             yield from blocks_of(make, self.graph.shape(name, self.graph.full_widths))
 
-    def _made(self, name: str, rows: Rows, way: Way) -> Tensor:
+    def _compute(self, name: str, rows: Rows, way: Way) -> Tensor:
         if not self._changes(name, way):
             return self.old(name, rows)
         old, factor = self._weight(name, rows), way.factors.get(name, 1.0)

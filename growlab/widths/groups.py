@@ -418,16 +418,16 @@ class WidthGraph:
             Width by group. Groups that the shapes do not determine are missing.
         """
         widths: dict[str, int] = {}
-        known = (name for name in self.axes if name in shapes)
-        axes = [(axis, shapes[name][dim]) for name in known for dim, axis in enumerate(self.axes[name])]
+        names = (name for name in self.axes if name in shapes)
+        axes = [(axis, shapes[name][dim]) for name in names for dim, axis in enumerate(self.axes[name])]
         while axes:
             unsolved = []
             for axis, length in axes:
                 unknown = [group for group in axis.groups if group not in widths]
                 if len(unknown) == 1:
-                    # The length is linear in the one width that is missing.
-                    none, one = (axis.length({**widths, unknown[0]: width}) for width in (0, 1))
-                    widths[unknown[0]] = (length - none) // (one - none)
+                    # The length is linear in the missing width.
+                    at_0, at_1 = (axis.length({**widths, unknown[0]: width}) for width in (0, 1))
+                    widths[unknown[0]] = (length - at_0) // (at_1 - at_0)
                 elif unknown:
                     unsolved.append((axis, length))
             if len(unsolved) == len(axes):
@@ -461,10 +461,10 @@ def report_lines(
     tied: Sequence[str],
     fixed: Mapping[str, str],
 ) -> list[str]:
-    """Format what grows, the last layers, and what keeps its full width and why.
+    """Format the groups that grow, the last layers, and the modules that keep their full width with the reasons.
 
-    `steps` are channels per unit by group (1 where left out), `tied` modules of embeddings whose tables are output
-    layers too; the others are as in `WidthGraph`.
+    `steps` are channels per unit by group (1 if missing), `tied` modules of embeddings whose tables are output layers
+    too; the others are as in `WidthGraph`.
     """
     lines = ["  grows       (layer that makes the channels: full width)"] if widths else []
     shown = []

@@ -26,9 +26,9 @@ class Inputs(tuple[Any, ...]):
 
     def __new__(cls, positional: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None) -> "Inputs":
         """Create the tuple of positional inputs and attach the keyword inputs."""
-        made = super().__new__(cls, positional)
-        made.named = dict(named or {})
-        return made
+        inputs = super().__new__(cls, positional)
+        inputs.named = dict(named or {})
+        return inputs
 
 
 pytree.register_pytree_node(

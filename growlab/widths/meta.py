@@ -200,8 +200,8 @@ def _transposed_convolution(input: Tensor, weight: Tensor, *_: Any, **__: Any) -
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, **_: Any) -> Any:
     # torch does not compare the dimensions other than `dim` on the meta device.
     if input.dim() == source.dim() and any(
-        one != other and axis != dim % input.dim()
-        for axis, (one, other) in enumerate(zip(input.shape, source.shape, strict=True))
+        size != other and axis != dim % input.dim()
+        for axis, (size, other) in enumerate(zip(input.shape, source.shape, strict=True))
     ):
         raise ValueError(f"{tuple(source.shape)} cannot be added into {tuple(input.shape)}")
     return NotImplemented
@@ -286,7 +286,7 @@ class Lightened:
 
         Then the only sizes that differ are those of the batch itself.
         """
-        if self.modes.apart:
+        if self.modes.differ:
             return False
         runs: list[list[Any]] = []
         for inputs in (self.inputs, self._moved(others)):
@@ -296,7 +296,7 @@ class Lightened:
             except FAILURES:
                 return False
             mode.details.append((None, [x.shape for x in (*tensors_in([*inputs]), *tensors_in(output))]))
-            leaves = (leaf for func, found in mode.details for leaf in (func, *found))
+            leaves = (leaf for func, arguments in mode.details for leaf in (func, *arguments))
             runs.append([n for leaf in leaves for n in (leaf if isinstance(leaf, torch.Size) else (leaf,))])
         rows = tuple(len(tensors_in([*inputs])[0]) for inputs in (self.inputs, others))
         pairs = [(a, b) for a, b in zip(*runs, strict=False) if a is not b and (a, b) != rows]
@@ -478,7 +478,7 @@ class Modes:
     """Differences between a network's forward in train mode and in eval mode.
 
     Attributes:
-        apart: True if the modes read different parameters or return different numbers of tensors.
+        differ: True if the modes read different parameters or return different numbers of tensors.
         several: True if the output in either mode is not a single tensor.
         own_backward: module path -> code with a custom backward pass that the module's operations run in.
         recomputed: parameter name -> code with a custom backward pass that reads the parameter.
@@ -486,7 +486,7 @@ class Modes:
             statistics.
     """
 
-    apart: bool
+    differ: bool
     several: bool
     own_backward: Mapping[str, str]
     recomputed: Mapping[str, str]

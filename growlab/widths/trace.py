@@ -186,7 +186,7 @@ def _traced(
     modes = light.modes
     settings = {"follow_norms": follow_norms, "several_outputs": modes.several, "updated": modes.updated}
     graphs = []
-    if modes.apart:
+    if modes.differ:
         with suppress(UnsupportedOperation):
             trained = _exported(model, inputs, whole, training=True)
             graphs.append(_traced_program(trained, light, inputs, keep_full, {**settings, "training": True}))
@@ -241,7 +241,7 @@ def _traced_program(
     if len(graphs[0].attentions) < len(graph.attentions):
         # Where a head dimension is hard-coded, whole heads may grow instead.
         graphs.append(tried(*walked(heads="number")))
-    if tied and max(len(found.groups) for found in graphs) < len(graph.groups):
+    if tied and max(len(candidate.groups) for candidate in graphs) < len(graph.groups):
         graphs.append(tried(*walked(walk.record.moved, heads="number", tied=tied)))
         if graph.attentions and len(graphs[-1].groups) < len(graph.groups):
             # The number of heads may be hard-coded: then each head grows with the stream.
@@ -254,7 +254,7 @@ def _traced_program(
         with suppress(UnsupportedOperation):
             # These may reach an operation without a channel rule.
             by_values = walked(heads="values")
-            if _growing(model, by_values[0]) > max(_growing(model, found) for found in graphs):
+            if _growing(model, by_values[0]) > _growing(model, _most_growing(model, graphs)):
                 graphs.append(tried(*by_values))
     return _most_growing(model, graphs)
 
@@ -533,5 +533,5 @@ def _best_pass(
         if not (again := walk.record.summed_over()):
             break
         moved = {**moved, **{node: moved.get(node, 0) + 1 for node in again}}
-    graph, best = max(walks, key=lambda found: _growing(model, found[0]))
+    graph, best = max(walks, key=lambda entry: _growing(model, entry[0]))
     return graph, best, walks[-1][1]

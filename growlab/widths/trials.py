@@ -1,8 +1,8 @@
 """Run a network at narrow widths; groups whose width its code fixes keep their full width.
 
 A forward may contain a width as a constant (`x.view(b, 12, 64)`), which in the graph cannot be distinguished from a
-size that follows the channels. So every graph is tested: the network is narrowed, without memory (device meta) where
-possible, and run; groups whose narrowing breaks it are left at full width.
+size that follows the channels. So every graph is tested: the network is narrowed, on the meta device if possible, and
+run; groups whose narrowing breaks it keep their full width.
 """
 
 import re
@@ -173,7 +173,7 @@ class Trials:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Restore the network at the end: its full width, and whatever it has cached in forwards at other widths."""
+        """Restore the network at the end: its full width, and everything that it has cached at other widths."""
         try:
             yield
         finally:
@@ -351,9 +351,9 @@ def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials, all_or_
     classes = [read for places in _by_class(model, graph) if (read := _read(places, trials))]
     graph = replace(graph, written={place: sizes[place] for places in classes for place in places})
     if classes:
-        found = _attributes_that_work(trials, graph, [*graph.written], list(graph.groups), {})
-        if found is not None:
-            return replace(graph, written=found)
+        following = _attributes_that_work(trials, graph, [*graph.written], list(graph.groups), {})
+        if following is not None:
+            return replace(graph, written=following)
     if all_or_none:
         return without(graph, dict.fromkeys(graph.groups, trials.failure))
     # First the groups that no attribute counts.
@@ -364,9 +364,9 @@ def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials, all_or_
         groups = list(dict.fromkeys(g for place in places for g in graph.written[place].groups))
         groups = [group for group in groups if group not in kept]
         others = {place: axis for place, axis in attributes.items() if place not in places}
-        found = _attributes_that_work(trials, graph, places, [*kept, *groups], others)
-        trials.attributes = attributes = others if found is None else {**others, **found}
-        if found is None:
+        following = _attributes_that_work(trials, graph, places, [*kept, *groups], others)
+        trials.attributes = attributes = {**others, **(following or {})}
+        if following is None:
             groups = _largest_working(groups, trials, tuple(kept))
         kept += groups
     failures = {name: trials.failures[name] for name in graph.groups if name not in kept}
@@ -420,12 +420,12 @@ def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[HardcodedSize]]:
 def _largest_working(names: list[str], trials: Trials, working: tuple[str, ...] = ()) -> list[str]:
     """Return as many of the groups as can be narrowed together and with those in `working`."""
     # Most failing groups fail at any width.
-    found = _largest(names, trials, trials.run_once, working)
-    if not trials.run([*working, *found]):
-        found = _largest(found, trials, trials.run, working)
+    names = _largest(names, trials, trials.run_once, working)
+    if not trials.run([*working, *names]):
+        names = _largest(names, trials, trials.run, working)
     # Last, because comparing all operations takes many times as long as running them.
-    same = trials.compute_the_same([*working, *found])
-    return found if same else _largest(found, trials, trials.work, working)
+    same = trials.compute_the_same([*working, *names])
+    return names if same else _largest(names, trials, trials.work, working)
 
 
 def _largest(

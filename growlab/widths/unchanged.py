@@ -80,16 +80,16 @@ class Snapshot:
         reshard(network)
         self._seen, self._waiting = set[int](), list[Any]([network])
         while self._waiting:
-            thing = self._waiting.pop()
-            if type(thing) not in _ATOMS and id(thing) not in self._seen:
-                self._seen.add(id(thing))
-                self._note(thing, type(thing))
+            obj = self._waiting.pop()
+            if type(obj) not in _ATOMS and id(obj) not in self._seen:
+                self._seen.add(id(obj))
+                self._note(obj, type(obj))
 
     def restore(self) -> None:
         """Restore everything that has changed."""
         reshard(self._network)
-        for undo, thing, state in self._undo:
-            undo(thing, state)
+        for undo, obj, state in self._undo:
+            undo(obj, state)
         for filled in filter(None, self._empty):
             restore_dict(filled, {})
         for content in self._tensors:
@@ -109,49 +109,49 @@ class Snapshot:
 
         With attributes of a module or an object, its other changed attributes are returned too.
         """
-        undos = (*self._undo, *((restore_dict, thing, {}) for thing in self._empty))
-        places = [Kept(undo, thing, state, self._owners.get(id(thing))) for undo, thing, state in undos]
+        undos = (*self._undo, *((restore_dict, obj, {}) for obj in self._empty))
+        places = [Kept(undo, obj, state, self._owners.get(id(obj))) for undo, obj, state in undos]
         changed = [place for place in places if place.changed]
         owners = {place.owner for place in changed if place.shapes()} - {None}
         return [place for place in changed if place.shapes() or place.owner in owners]
 
-    def _note(self, thing: Any, kind: type) -> None:
+    def _note(self, obj: Any, kind: type) -> None:
         if kind is dict or kind is OrderedDict:
-            if thing:
-                self._add(restore_dict, thing, thing.copy(), thing.values())
+            if obj:
+                self._add(restore_dict, obj, obj.copy(), obj.values())
             else:
-                self._empty.append(thing)
+                self._empty.append(obj)
             return
-        if isinstance(thing, Tensor):
-            self._note_tensor(thing)
-        elif isinstance(thing, dict):
-            self._add(restore_dict, thing, dict(_kind_of(thing).items(thing)), dict.values(thing))
-        elif isinstance(thing, list):
-            self._add(restore_list, thing, list(thing), thing)
-        elif isinstance(thing, (set, deque)):
-            self._add(restore_filled, thing, tuple(thing), thing)
-        elif isinstance(thing, (tuple, frozenset)):
-            self._follow(thing)
-        elif isinstance(thing, MethodType):
-            self._follow((thing.__self__, thing.__func__))
-        elif isinstance(thing, partial):
-            self._follow((thing.func, *thing.args, *thing.keywords.values()))
-        elif isinstance(thing, FunctionType):
-            self._note_function(thing)
-        elif isinstance(thing, CellType):
-            self._add_place((_CELL, (thing, "cell_contents")))
-        elif isinstance(thing, ContextVar):
-            self._add_place((_VARIABLE, (thing,)))
-        elif isinstance(thing, _CACHED):
-            self._undo.append((_restore_cache, thing, thing.cache_info().misses))
+        if isinstance(obj, Tensor):
+            self._note_tensor(obj)
+        elif isinstance(obj, dict):
+            self._add(restore_dict, obj, dict(_kind_of(obj).items(obj)), dict.values(obj))
+        elif isinstance(obj, list):
+            self._add(restore_list, obj, list(obj), obj)
+        elif isinstance(obj, (set, deque)):
+            self._add(restore_filled, obj, tuple(obj), obj)
+        elif isinstance(obj, (tuple, frozenset)):
+            self._follow(obj)
+        elif isinstance(obj, MethodType):
+            self._follow((obj.__self__, obj.__func__))
+        elif isinstance(obj, partial):
+            self._follow((obj.func, *obj.args, *obj.keywords.values()))
+        elif isinstance(obj, FunctionType):
+            self._note_function(obj)
+        elif isinstance(obj, CellType):
+            self._add_place((_CELL, (obj, "cell_contents")))
+        elif isinstance(obj, ContextVar):
+            self._add_place((_VARIABLE, (obj,)))
+        elif isinstance(obj, _CACHED):
+            self._undo.append((_restore_cache, obj, obj.cache_info().misses))
         elif kind in STATES:
             read, write = STATES[kind]
-            self._undo.append((write, thing, read(thing)))
-        if isinstance(thing, (nn.Module, *_RECORDS)) or _library(kind) not in _LIBRARIES:
-            self._note_object(thing, kind)
+            self._undo.append((write, obj, read(obj)))
+        if isinstance(obj, (nn.Module, *_RECORDS)) or _library(kind) not in _LIBRARIES:
+            self._note_object(obj, kind)
 
-    def _add(self, undo: Callable[[Any, Any], None], thing: Any, state: Any, inside: Collection[Any]) -> None:
-        self._undo.append((undo, thing, state))
+    def _add(self, undo: Callable[[Any, Any], None], obj: Any, state: Any, inside: Collection[Any]) -> None:
+        self._undo.append((undo, obj, state))
         self._follow(inside)
 
     def _add_place(self, place: "_Place") -> None:
@@ -214,22 +214,22 @@ class Snapshot:
         if not isinstance(content, FunctionType) or content.__module__.partition(".")[0] == library:
             self._waiting.append(content)
 
-    def _note_object(self, thing: Any, kind: type) -> None:
-        attributes = getattr(thing, "__dict__", None)
+    def _note_object(self, obj: Any, kind: type) -> None:
+        attributes = getattr(obj, "__dict__", None)
         if isinstance(attributes, dict):
             self._waiting.append(attributes)
-            self._owners[id(attributes)] = id(thing)
-        if isinstance(thing, nn.Module):
-            self._owners[id(thing._buffers)] = id(thing)
-            self._undo.append((_restore_class, thing, kind))
-        if isinstance(thing, torch.jit.ScriptModule):
-            self._waiting += [*thing.parameters(recurse=False), *thing.buffers(recurse=False)]
+            self._owners[id(attributes)] = id(obj)
+        if isinstance(obj, nn.Module):
+            self._owners[id(obj._buffers)] = id(obj)
+            self._undo.append((_restore_class, obj, kind))
+        if isinstance(obj, torch.jit.ScriptModule):
+            self._waiting += [*obj.parameters(recurse=False), *obj.buffers(recurse=False)]
         for each in kind.__mro__:
             if _library(each) in _LIBRARIES:
                 continue
             for slot in vars(each).values():
                 if isinstance(slot, MemberDescriptorType):
-                    self._add_place((_SLOT, (slot, thing)))
+                    self._add_place((_SLOT, (slot, obj)))
             self._note_class(each)
 
     def _note_class(self, kind: type) -> None:
@@ -251,9 +251,9 @@ class Kept:
     container or a variable.
     """
 
-    def __init__(self, undo: Callable[[Any, Any], None], thing: Any, state: Any, owner: int | None) -> None:
-        self._undo, self._thing, self._state, self.owner = undo, thing, state, owner
-        self._before = _entries_of(undo, thing, state)
+    def __init__(self, undo: Callable[[Any, Any], None], obj: Any, state: Any, owner: int | None) -> None:
+        self._undo, self._obj, self._state, self.owner = undo, obj, state, owner
+        self._before = _entries_of(undo, obj, state)
         now = self.contents()
         self.changed = [
             key
@@ -266,7 +266,7 @@ class Kept:
 
     def contents(self) -> dict[Any, Any]:
         """Return the current entries of the place by key."""
-        return _entries_of(self._undo, self._thing, None)
+        return _entries_of(self._undo, self._obj, None)
 
     def shapes(self) -> list[torch.Size]:
         """Shapes of the tensors in the entries that have changed."""
@@ -284,12 +284,12 @@ class Kept:
         """Restore the previous state; return a function that undoes it."""
         now = self.contents()
         if self.owner is None:
-            state = now if isinstance(self._thing, dict) else next(iter(now.values()), _ABSENT)
-            state = list(now.values()) if isinstance(self._thing, list) else state
-            self._undo(self._thing, self._state)
-            return lambda: self._undo(self._thing, state)
-        _put(self._thing, self._before, self.changed)
-        return lambda: _put(self._thing, now, self.changed)
+            state = now if isinstance(self._obj, dict) else next(iter(now.values()), _ABSENT)
+            state = list(now.values()) if isinstance(self._obj, list) else state
+            self._undo(self._obj, self._state)
+            return lambda: self._undo(self._obj, state)
+        _put(self._obj, self._before, self.changed)
+        return lambda: _put(self._obj, now, self.changed)
 
 
 class Content:
@@ -330,9 +330,9 @@ class Content:
         return self.alias.nbytes if plain else inf
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return True if tensors of any layout are known to be equal."""
-    return one.layout is torch.strided and torch.equal(one, other)
+def _equal(left: Tensor, right: Tensor) -> bool:
+    """Return True if tensors are equal; False for layouts that cannot be compared."""
+    return left.layout is torch.strided and torch.equal(left, right)
 
 
 def is_overwritten(tensor: Tensor) -> bool:
@@ -509,18 +509,18 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
 def _assigned_in(code: CodeType) -> tuple[str, ...]:
     """Global variables that a function and the functions inside of it assign."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _assigned_in(const)]
-    own = [each.argval for each in get_instructions(code) if each.opname == "STORE_GLOBAL"]
-    return tuple(dict.fromkeys((*own, *inner)))
+    stored = [each.argval for each in get_instructions(code) if each.opname == "STORE_GLOBAL"]
+    return tuple(dict.fromkeys((*stored, *inner)))
 
 
-def _entries_of(undo: Callable[[Any, Any], None], thing: Any, state: Any) -> dict[Any, Any]:
+def _entries_of(undo: Callable[[Any, Any], None], obj: Any, state: Any) -> dict[Any, Any]:
     """Return the entries of a place by key: those of its saved state, or the current ones if that is None."""
     if undo is restore_dict:
-        return dict(_kind_of(thing).items(thing)) if state is None else state
+        return dict(_kind_of(obj).items(obj)) if state is None else state
     if undo is restore_list:
-        return dict(enumerate(thing if state is None else state))
-    if undo is _restore_place and thing[0] is not _VARIABLE:
-        return {"": _read(thing) if state is None else state}
+        return dict(enumerate(obj if state is None else state))
+    if undo is _restore_place and obj[0] is not _VARIABLE:
+        return {"": _read(obj) if state is None else state}
     return {}
 
 
@@ -602,9 +602,9 @@ def _restore_cache(function: Any, misses: int) -> None:
         function.cache_clear()
 
 
-def _restore_class(thing: Any, kind: type) -> None:
-    if type(thing) is not kind:
-        thing.__class__ = kind
+def _restore_class(obj: Any, kind: type) -> None:
+    if type(obj) is not kind:
+        obj.__class__ = kind
 
 
 def _restore_attributes(kind: type, state: dict[str, Any]) -> None:
@@ -621,8 +621,8 @@ def restore_leaf(tensor: Tensor, state: tuple[bool, Tensor | None, list[Any]]) -
     requires_grad, grad, hooks = state
     if tensor.grad is not grad:
         tensor.grad = grad
-    for name, known in zip(TENSOR_HOOKS, hooks, strict=True):
-        if getattr(tensor, name, None) is not known:
-            setattr(tensor, name, known)
+    for name, saved in zip(TENSOR_HOOKS, hooks, strict=True):
+        if getattr(tensor, name, None) is not saved:
+            setattr(tensor, name, saved)
     if tensor.requires_grad is not requires_grad:
         tensor.requires_grad_(requires_grad)

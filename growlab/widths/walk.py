@@ -186,8 +186,8 @@ class Walk:
             if operation == "item":
                 self.record.pin(operands)
             return self._with_makers(operation, operands, node.meta.get("val"))
-        known = operation in RULES or operation in self._keep_full
-        if not known and any(self.record.grows(axis) for value in operands for axis in value.axes):
+        has_rule = operation in RULES or operation in self._keep_full
+        if not has_rule and any(self.record.grows(axis) for value in operands for axis in value.axes):
             if not is_pointwise(node) or len(shapes_of(node)) > 1:
                 return self._decomposed(node, operation, named)
             # Its rule fits all element-wise functions of several operands.
@@ -313,8 +313,7 @@ class _Names:
                 for run in self._resolve(axis) if role == "out" else ():
                     if run.atom is not None and run.atom not in self.by_atom:
                         base = owner_of(name)
-                        known = self.by_atom.values()
-                        taken = sum(other == base or other.startswith(f"{base}#") for other in known)
+                        taken = sum(name == base or name.startswith(f"{base}#") for name in self.by_atom.values())
                         self.by_atom[run.atom] = base if not taken else f"{base}#{taken + 1}"
 
     def parts(self, axis: Runs) -> tuple[Part, ...]:
@@ -431,12 +430,12 @@ def _reasons(record: Record, axes: Mapping[str, Sequence[Axis]]) -> dict[str, st
         return f"{reason}: {owners[root]} ({cause})" if root in owners else f"{reason}: {cause}"
 
     lengths = {length for length, _ in record.weight_norms.values()}
-    known = {name: runs for name, runs in record.parameters.items() if name not in lengths}
-    for name, runs in known.items():
+    parameters = {name: runs for name, runs in record.parameters.items() if name not in lengths}
+    for name, runs in parameters.items():
         makes = name.endswith("weight") or name in record.weight_norms
         if makes and record.roles[name][:1] == ["out"] and not record.grows(runs[0]):
             because[owner_of(name)] = why(runs[0]) or "a single channel"
-    for name, runs in known.items():
+    for name, runs in parameters.items():
         # Recurrent layers and bare parameters have weights of other names than `weight`.
         path = name.rpartition(".")[0] if "weight" in name and name not in record.buffers else name
         path = owner_of(name) if name in record.weight_norms else path

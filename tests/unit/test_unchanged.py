@@ -278,7 +278,7 @@ NOT_TRACED = {
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
-def test_tracing_growing_and_finishing_leave_what_a_network_keeps(every: int) -> None:
+def test_tracing_growing_and_finishing_preserve_a_networks_state(every: int) -> None:
     Keeper.cached.cache_clear()
     network = Keeping([way for way in WAYS if way not in NOT_TRACED][::every])
     before = network.kept()
@@ -299,14 +299,14 @@ def test_tracing_growing_and_finishing_leave_what_a_network_keeps(every: int) ->
     assert network(X).shape == (4, 3)
 
 
-def test_counting_flops_leaves_what_a_network_keeps() -> None:
+def test_counting_flops_preserves_a_networks_state() -> None:
     network = Keeping(["a list", "a buffer", "modes", "that it is trained", "the global generators"])
     before = network.kept()
     assert forward_flops(network, X[:1]) > 0
     assert network.kept() == before
 
 
-def test_a_trace_or_event_that_fails_leaves_what_a_network_keeps() -> None:
+def test_a_trace_or_event_that_fails_preserves_a_networks_state() -> None:
     Keeper.cached.cache_clear()
     ways = [way for way in WAYS if way not in NOT_TRACED][::6]
     for tracing, network in ((True, Keeping(ways, fails=True)), (False, Keeping([*ways[::3], "a hook", "an object"]))):
@@ -417,7 +417,7 @@ def by_length(m: Caching, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kept", [in_attribute, in_evaluation, with_flag, in_buffer, by_length, in_object])
-def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(kept: Callable[[Any, Tensor], Tensor]) -> None:
+def test_caches_of_channel_width_are_refilled_at_new_widths(kept: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     network, x = Caching(kept).double(), torch.randn(8, 6, dtype=torch.float64)
     grower = Grower(network, x[:4], method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0}, parts=[parts.Averages(0.5)])
@@ -533,7 +533,7 @@ def test_embeddings_with_max_norm_are_restored() -> None:
     assert torch.equal(network.weight, before)
 
 
-def test_accepted_numbers_are_gone_back_to() -> None:
+def test_restore_returns_to_accepted_values() -> None:
     network = nn.BatchNorm1d(3)
     x = torch.randn(4, 3)
     with unchanged(network) as snapshot:
@@ -545,7 +545,7 @@ def test_accepted_numbers_are_gone_back_to() -> None:
     assert network.running_mean.tolist() == [2.0] * 3
 
 
-def test_what_transformers_knows_of_the_installation_is_not_searched_or_forgotten() -> None:
+def test_availability_caches_of_transformers_are_kept() -> None:
     transformers = pytest.importorskip("transformers")
     known = transformers.utils.is_torch_npu_available
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}

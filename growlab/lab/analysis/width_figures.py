@@ -366,9 +366,9 @@ def _note(lines: Sequence[_Line]) -> str:
     if counts != [1]:
         n = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         bars = "bars and bands" if any(line.is_fixed_size for line in lines) else "bars"
-        note = f"lines: means over n = {n} seeds; points right of the last epoch: its mean; "
+        note = f"lines: means over n = {n} seeds; points behind the last epoch: its mean; "
         note += f"their {bars}: one sample standard deviation"
-    return f"{note}; bars at the bottom: epochs in which the width changes"
+    return f"{note}; bars at the foot: epochs in which the width changes"
 
 
 def _mark_changes(axes: Axes, lines: Sequence[_Line], colours: Sequence[str]) -> None:

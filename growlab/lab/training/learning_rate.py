@@ -100,10 +100,10 @@ class LearningRate:
             other = "warmup_epochs at 0" if in_epochs else "warmup_steps out"
             yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave {other}."
         if in_epochs and self.progress_unit == "cost":
-            yield "warmup_epochs goes with progress_unit=epochs; with cost set warmup_fraction, a part of the cost."
+            yield "warmup_epochs goes with progress_unit=epochs; with cost set warmup_fraction, a fraction of the cost."
         if self.progress_unit == "cost" and self.shape in _OWN_UNIT:
             counted = "milestones in epochs" if self.shape == "steps" else "steps"
-            yield f"progress_unit=cost does not go with shape={self.shape}, which counts its own {counted}."
+            yield f"progress_unit=cost cannot be used with shape={self.shape}, which counts its own {counted}."
         if self.shape == "wsd" and not 0 < self.decay_fraction <= (1 - fraction) * _ROUNDING:
             yield (
                 f"decay_fraction must be above 0 and at most what warm-up leaves of the run, not {self.decay_fraction}."

@@ -142,7 +142,7 @@ class Planning:
             `equal_flops` a fixed-size run costs as much as growing by this schedule; with `budget` a run costs at most
             that many epochs of the fixed full-width network.
         method: growth method; it may keep the size fixed or decide widths itself.
-        fit: finds the batch size of each stage from its widths, in place of the schedule's rates.
+        fit: finds the batch size of each stage from its widths, instead of the schedule.
     """
 
     settings: dict[str, Any]

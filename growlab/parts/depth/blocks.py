@@ -396,8 +396,8 @@ class Depth(BlockPart):
             ]
             if any(f"{path}.parametrizations.{name}".lstrip(".") not in graph.axes for name in originals):
                 raise UserError(
-                    f"blocks that come in later need plain weights, but those of {path} are computed from others: "
-                    "choose another growth method or model."
+                    f"inserted blocks need plain weights, but those of {path} are computed from others: choose another "
+                    "growth method or model."
                 )
         self.depth = Blocks(network, graph, self._names, self._start, example)
         return graph
@@ -410,7 +410,7 @@ class Depth(BlockPart):
 
     def check(self, grower: GrowingNetwork) -> None:
         """Check that the trigger knows the fraction of growth at each stage."""
-        check_fraction_known(grower, "blocks that come in later")
+        check_fraction_known(grower, "inserted blocks")
 
     def begin(self, grower: GrowingNetwork) -> None:
         """Record the blocks of the seed network: none if it grows, some in a baseline of reduced depth."""

@@ -335,11 +335,11 @@ def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str
         if zeroed is not None or not _is_branch(forward, paths[0], whole):
             return Block(name, (Span(paths, "stream"),), zeroed, obstacle, pass_throughs)
     elif joined and len(calls) == 1:
-        return f"it puts out {list(whole.shape_out)} where {list(whole.shape_in)} goes in"
+        return f"it maps shape {list(whole.shape_in)} to {list(whole.shape_out)}"
     spans, all_zeroed = list[Span](), list[str]()
     for path, call in zip(paths, calls, strict=True):
         if call.shape_in != call.shape_out:
-            return f"{path} puts out {list(call.shape_out)} where {list(call.shape_in)} goes in"
+            return f"{path} maps shape {list(call.shape_in)} to {list(call.shape_out)}"
         kept, obstacle = _kept(forward, call)
         branch = kept is None and _is_branch(forward, path, call)
         zeroed = _silenced(forward, call) if branch else kept
@@ -357,8 +357,8 @@ def _kept(forward: Forward, call: _Call) -> tuple[tuple[str, ...] | None, str]:
     zeroed = walk.kept(call.result)
     if zeroed is None:
         last = walk.obstacle or operation(call.result[0])
-        return None, f"no sum at its end hands its input on: its output comes out of {last}"
-    return (tuple(zeroed), "") if zeroed else (None, "it does nothing but hand its input on")
+        return None, f"no sum at its end passes its input on: its output is that of {last}"
+    return (tuple(zeroed), "") if zeroed else (None, "it only passes its input on")
 
 
 def _silenced(forward: Forward, call: _Call) -> tuple[str, ...] | None:

@@ -93,7 +93,7 @@ class Search:
         if isinstance(block, str):
             return block
         if before and not self._forward.follows(paths[0], before[-1]):
-            return f"it does not take what {before[-1]} puts out"
+            return f"its input is not the output of {before[-1]}"
         if self._start in ZEROING and block.zeroed is None:
             return block.obstacle
         if self._start == "identity" and block.zeroed is not None:
@@ -162,7 +162,7 @@ class Search:
                     call_with(network, self._example)
         allowed = max(ROUNDING.get(p.dtype, 0.0) for p in network.parameters())
         return {
-            name: f"it changes its input by {error:.1e} although it begins as nothing: something behind the sum does"
+            name: f"it changes its input by {error:.1e} although its branches are zero: something after the sum does"
             for name, error in errors.items()
             if not error <= allowed
         }
@@ -179,7 +179,7 @@ class Search:
         except FAILURES as error:
             return f"the network does not run without it ({first_line(error)})"
         if output.shape != self._forward.shape:
-            return f"the network puts out {list(output.shape)} without it"
+            return f"the network's output has shape {list(output.shape)} without it"
         learnt = learnt_parameters(rehearsal, edge_of(output))
         lost = [
             name
@@ -244,7 +244,7 @@ def describe(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
 
 def _later(chain: Chain, starts: str) -> str:
     some = f"{len(chain.found)} of {len(chain.names)} {chain.kind} ({_shortened(chain.found)})"
-    return f"{some} may come in later, exactly with start={starts}"
+    return f"{some} may be inserted later, exactly with start={starts}"
 
 
 def _shortened(names: Sequence[str]) -> str:

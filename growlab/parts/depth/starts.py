@@ -136,8 +136,8 @@ def gstack(insertion: Insertion) -> None:
     """
     if not insertion.twin:
         raise UserError(
-            f"there is no block of the same shape before {insertion.block.name} to copy; let blocks come in "
-            "behind one of their kind, in order."
+            f"there is no block of the same shape before {insertion.block.name} to copy; insert blocks after one of "
+            "their kind, in order."
         )
     for path, twin in zip(insertion.block.paths, insertion.twin, strict=True):
         # Multipliers of the original's rows are folded into the copy.

@@ -78,8 +78,8 @@ class IsotropicLayers(WidthPart):
             consumed = any(layer.weight in grower.graph.axes for layer in consumers(self._prepared, group))
             if consumed and not producers(grower.graph, group):
                 raise UserError(
-                    f"{group} comes in later as the identity, for which the layers on both sides must be equally wide; "
-                    "isotropic layers decide their own widths: leave IsotropicLayers out, or let no layer come in."
+                    f"{group} is inserted later as the identity, for which the layers on both sides must have equal "
+                    "widths; isotropic layers decide their own: leave IsotropicLayers out, or insert no layer."
                 )
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:

@@ -57,14 +57,14 @@ def matmul(record: Record, node: Any, args: Arguments) -> Any:
 
 def _with_vector(record: Record, node: Any, args: Arguments, first: Value, second: Value) -> Any:
     """Sum of activations [..., I] or [..., I, N] over their channels I, weighted by a parameter [I]."""
-    vector, x, place = (second, first, -1) if len(second.shape) == 1 else (first, second, -2)
+    vector, x, dim = (second, first, -1) if len(second.shape) == 1 else (first, second, -2)
     if not (_is_activation(x) and record.is_weight(vector)):
         return keep_full_width(record, node, args, _PRODUCT)
     axes = list(x.axes)
-    return _weighed_sum(record, node, x, vector, axes.pop(place), axes)
+    return _weighted_sum(record, node, x, vector, axes.pop(dim), axes)
 
 
-def _weighed_sum(record: Record, node: Any, x: Value, vector: Value, summed: Runs, kept: Sequence[Runs]) -> Value:
+def _weighted_sum(record: Record, node: Any, x: Value, vector: Value, summed: Runs, kept: Sequence[Runs]) -> Value:
     record.parameter_axis(vector, "in", summed)
     return record.follow(node, x, vector, kept)
 
@@ -158,34 +158,34 @@ def _einsum_with_weight(record: Record, node: Any, operands: dict[str, Value], o
         return None
     (term, weight), (x_term, x) = weights[0], others[0]
     summed = [letter for letter in term if letter in x_term and letter not in output]
-    made = [letter for letter in term if letter in output and letter not in x_term]
-    known = dict(zip(x_term, x.axes, strict=True))
+    new = [letter for letter in term if letter in output and letter not in x_term]
+    axes = dict(zip(x_term, x.axes, strict=True))
     if len(term) == 2:
-        if len(summed) != 1 or len(made) != 1 or set(x_term) - set(summed) != set(output) - set(made):
+        if len(summed) != 1 or len(new) != 1 or set(x_term) - set(summed) != set(output) - set(new):
             return None
         transposed = term[0] == summed[0]
         roles: tuple[Role, Role] = ("in", "out") if transposed else ("out", "in")
-        axes = dict(zip(term, record.weight_axes(weight, *roles), strict=True))
-        record.atoms.unify(axes[summed[0]], known[summed[0]], "input of a linear layer")
-        known[made[0]] = axes[made[0]]
-        result = [known[letter] for letter in output]
-        return record.affine(node, weight, None, x, result, output.index(made[0]), transposed=transposed)
+        weight_axes = dict(zip(term, record.weight_axes(weight, *roles), strict=True))
+        record.atoms.unify(weight_axes[summed[0]], axes[summed[0]], "input of a linear layer")
+        axes[new[0]] = weight_axes[new[0]]
+        result = [axes[letter] for letter in output]
+        return record.affine(node, weight, None, x, result, output.index(new[0]), transposed=transposed)
     if not record.is_weight(weight) or not summed:
         return None
     if len(term) == 1:
         if set(x_term) != {*summed, *output}:
             return None
-        return _weighed_sum(record, node, x, weight, known[term], [known[letter] for letter in output])
-    if not made or set(term + x_term) - set(output) - set(summed):
+        return _weighted_sum(record, node, x, weight, axes[term], [axes[letter] for letter in output])
+    if not new or set(term + x_term) - set(output) - set(summed):
         return None
     for dim, letter in enumerate(term):
         if letter in summed:
-            record.parameter_axis(weight, "in", known[letter], dimension=dim)
-        elif letter in made:
-            known[letter] = record.parameter_axis(weight, "out", weight.axes[dim], dimension=dim)
+            record.parameter_axis(weight, "in", axes[letter], dimension=dim)
+        elif letter in new:
+            axes[letter] = record.parameter_axis(weight, "out", weight.axes[dim], dimension=dim)
         else:
-            record.atoms.freeze(weight.axes[dim] + known[letter], "one matrix for each of several")
-    return record.follow(node, x, weight, [known[letter] for letter in output])
+            record.atoms.freeze(weight.axes[dim] + axes[letter], "one matrix for each of several")
+    return record.follow(node, x, weight, [axes[letter] for letter in output])
 
 
 @rule("scaled_dot_product_attention")

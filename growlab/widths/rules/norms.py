@@ -113,8 +113,8 @@ def group_norm(record: Record, node: Any, args: Arguments) -> Value:
         if within * math.prod(x.shape[2:]) < _FEWEST_VALUES:
             record.atoms.freeze(x.axes[1], f"group_norm takes its statistics over {within} values each")
         else:
-            (one,) = record.atoms.new(within)
-            record.atoms.unify(x.axes[1], (Run(one.atom, groups),), f"group_norm of {groups} groups")
+            (group,) = record.atoms.new(within)
+            record.atoms.unify(x.axes[1], (Run(group.atom, groups),), f"group_norm of {groups} groups")
     names = _of_each_channel(record, args)
     if within > 1:
         record.note_channel_norm(node, x.axes[1], {role: names[role] for role in ("weight", "bias")})
@@ -224,7 +224,7 @@ def reduce(record: Record, node: Any, args: Arguments) -> Value:
     x, kept, dims = args["self"], (fixed(1),) if args.get("keepdim") else (), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     reduced = {dim % len(x.shape) for dim in dims}
-    axes = [axis for i, own in enumerate(x.axes) for axis in (kept if i in reduced else (own,))]
+    axes = [axis for i, old in enumerate(x.axes) for axis in (kept if i in reduced else (old,))]
     summed = x.name is None and (args.get("summed", False) or _of_squares(node))
     dim = next(iter(reduced), 0)
     if (operation_of(node) in _WEIGHED or summed) and len(reduced) == 1 and record.has_no_parts(node):

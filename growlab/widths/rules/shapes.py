@@ -205,8 +205,8 @@ def reshape(record: Record, node: Any, args: Arguments) -> Value:
     if x.squeezed is not None:
         return x.squeezed
     if _is_taken_back(record, node, x):
-        own = iter([axis for size, axis in zip(x.shape, x.axes, strict=True) if size > 1])
-        return Value(shape, tuple(next(own) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x)
+        wide = iter([axis for size, axis in zip(x.shape, x.axes, strict=True) if size > 1])
+        return Value(shape, tuple(next(wide) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x)
     if 0 in shape:
         # No entries, such as windows that a short sequence does not fill: match dimensions by size, from the last.
         sized = [*zip(x.shape[::-1], x.axes[::-1], strict=True), *[(-1, fixed(0))] * len(shape)]

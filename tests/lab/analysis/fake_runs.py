@@ -27,7 +27,7 @@ FIXED = {"growth": "none", "lr_adapt": "none"}
 
 
 def rows_of(folder: Path) -> list[Row]:
-    """Rows of all runs below a folder, without a word about those left out."""
+    """Summarise all runs below a folder, ignoring reports."""
     return summarise(load_runs(folder), lambda sentence: None)
 
 

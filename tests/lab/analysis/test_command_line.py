@@ -1,4 +1,4 @@
-"""`python -m growlab table` and its siblings: output, files and refusals."""
+"""`growlab table` and related commands: output, files and errors."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_tables_are_printed_or_written_in_the_form_asked_for(runs, tmp_path, cap
     assert capsys.readouterr().out.startswith("method,against,seeds")
 
 
-def test_a_table_answers_by_a_setting_a_metric_and_a_filter(runs, capsys, monkeypatch):
+def test_a_table_by_a_setting_a_metric_and_a_filter(runs, capsys, monkeypatch):
     assert main([str(runs), "--by", "growth", "--metric", "epochs", "--sort=-epochs", "--csv"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("growth,epochs,") and {line.split(",")[1] for line in lines} == {"4 (1)"}
@@ -49,7 +49,7 @@ def test_a_table_answers_by_a_setting_a_metric_and_a_filter(runs, capsys, monkey
     capsys.readouterr()
     assert main([str(runs), "--filter", "growth=no*"]) == 0
     assert "over 1 runs" in capsys.readouterr().out
-    # The brackets of a list are no pattern.
+    # Brackets of lists are not patterns.
     for run in runs.glob("*/results.json"):
         run.write_text(json.dumps(json.loads(run.read_text()) | {"devices_used": [0, 1]}))
     assert main([str(runs), "--filter", "devices_used=[0, 1]"]) == 0
@@ -59,7 +59,7 @@ def test_a_table_answers_by_a_setting_a_metric_and_a_filter(runs, capsys, monkey
         assert said in capsys.readouterr().err
 
 
-def test_a_torn_run_is_a_warning_and_the_rest_is_shown(tmp_path, capsys):
+def test_a_damaged_run_is_a_warning_and_the_rest_is_shown(tmp_path, capsys):
     for name in ("good", "torn"):
         write_run(tmp_path / name, stage_epochs=(4,), **FIXED)
     (tmp_path / "torn" / "results.json").write_text("{")
@@ -70,7 +70,7 @@ def test_a_torn_run_is_a_warning_and_the_rest_is_shown(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_a_figure_is_written_and_is_the_same_each_time(runs, tmp_path, capsys, suffix, start):
+def test_writing_a_figure_is_deterministic(runs, tmp_path, capsys, suffix, start):
     out = tmp_path / f"figure.{suffix}"
     assert main(["figure", "silhouettes", str(runs / "ours"), "-o", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)

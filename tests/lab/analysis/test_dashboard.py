@@ -1,4 +1,4 @@
-"""The W&B dashboard: panels of logged values, and refusals."""
+"""The W&B dashboard: panels of logged values, and errors."""
 
 import re
 import sys
@@ -38,7 +38,7 @@ def test_panels_show_logged_values():
         assert sum(bool(re.match(pattern, name)) for pattern in patterns) == 1
 
 
-def test_the_workspace_and_the_report_hold_the_panels():
+def test_the_workspace_and_the_report_have_the_panels():
     pytest.importorskip("wandb_workspaces")
     workspace, report = build("team", "growlab")
     assert (workspace.entity, workspace.project, report.project) == ("team", "growlab", "growlab")

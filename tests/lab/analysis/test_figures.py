@@ -1,4 +1,4 @@
-"""Figures: curves with the run's numbers, events where they happened, labels apart, one colour a method."""
+"""Figures: curves of the run's numbers, growth events, labels without overlap, one colour per method."""
 
 import itertools
 
@@ -144,13 +144,13 @@ def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_pa
     assert 0.999 * least <= high - low < most
 
 
-def test_curves_that_coincide_are_drawn_less_their_mean(tmp_path):
+def test_curves_that_coincide_are_drawn_minus_their_mean(tmp_path):
     for i, seed in itertools.product(range(3), range(2)):
         write_run(tmp_path / f"{i}{seed}", seed=seed, stage_epochs=(4, 4), overrides=[f"growth.noise_std={i}"])
     runs = load_runs(tmp_path)
     for run, more in zip(runs, (0.0, 0.0, 0.003, 0.003, 0.009, 0.009), strict=True):
         run.metrics["train_loss"] = np.linspace(2, 1, 8) + more
-    # One seed says too little for differences that are magnified.
+    # Differences are not magnified with a single seed.
     assert compare(runs[::2]).axes[0].get_ylabel() == "training loss"
     loss = compare(runs).axes[0]
     assert loss.get_ylabel() == "training loss,\nless the mean"
@@ -225,10 +225,10 @@ def test_a_method_keeps_its_colour_among_others():
     ours, net2net, full = colours("ours + stagewise_norm", "net2net", "fixed-size, data.validation=none")
     among = colours("fixed-size", "random", "net2net", "tiny", "ours + stagewise_adam")
     assert among[2::2] == [net2net, ours] and full == FIXED_SIZE[0]
-    # Whatever stands before it, a curve without a colour of its own takes none that another one has.
+    # A curve without an assigned colour takes a free one, whatever the order.
     assert colours("zero", "one", "ours + stagewise_norm")[2] == ours
     assert len(set(colours("zero", "one", "ours + stagewise_norm"))) == 3
-    # The plain method has it although a longer name comes first.
+    # The plain method gets the colour although a longer name comes first.
     assert colours("ours + stagewise_norm, osgd.anneal=stage", "ours + stagewise_norm")[1] == ours
     assert colours("net2net, a=1", "net2net", "net2net, b=1")[1] == net2net
 

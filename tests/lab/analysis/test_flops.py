@@ -1,4 +1,4 @@
-"""FLOPs against a count by hand, and the published cost of growing."""
+"""FLOPs compared with direct counts, and the published cost of growing."""
 
 from collections.abc import Callable
 from functools import partial

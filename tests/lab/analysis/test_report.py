@@ -1,4 +1,4 @@
-"""The page about runs: what it holds, that it stands alone, and that a broken run is told in a sentence."""
+"""The page about runs: its content, that it is self-contained, and errors about broken runs."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Run folders: which are found, which are refused, and settings that make runs one group."""
+"""Run folders: search, errors, and settings that group runs."""
 
 import subprocess
 import sys

@@ -13,7 +13,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch) -> Path:
-    """Every test has a cache folder of its own, and no data folder from outside."""
+    """Give every test its own cache folder, and no data folder from outside."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("GROWLAB_DATA", raising=False)
     return tmp_path / "cache" / "growlab"
@@ -21,7 +21,7 @@ def own_cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def shared_data() -> Path:
-    """The real data next to the checkout."""
+    """Folder of real data next to the checkout."""
     folder = Path(__file__).parents[4] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("no shared/data beside the checkout")
@@ -40,7 +40,7 @@ class Pictures:
             "train": rng.integers(0, 256, (num_train, *shape), dtype=np.uint8),
             "test": rng.integers(0, 256, (num_test, *shape), dtype=np.uint8),
         }
-        # In order of class, as reading folders gives them.
+        # Sorted by class, as when reading folders.
         self.labels = {
             split: np.sort(np.arange(len(images)) % len(self.classes)) for split, images in self.images.items()
         }
@@ -91,7 +91,7 @@ def grey_pictures() -> Pictures:
 
 
 def placed(data, epoch: int = 0, rank: int = 0, world_size: int = 1):
-    """The data as a trainer would see it in this epoch and process."""
+    """Attach a trainer in this epoch and process to the data."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     data.trainer = SimpleNamespace(
         current_epoch=epoch, global_rank=rank, world_size=world_size, strategy=strategy, training=True
@@ -105,7 +105,7 @@ def train_batches(data, epoch: int = 0, rank: int = 0, world_size: int = 1) -> l
 
 
 def equal(ours, others) -> bool:
-    """True if batches are equal to the bit."""
+    """True if batches are bit-identical."""
     return len(ours) == len(others) and all(
         torch.equal(a, b) for pair in zip(ours, others, strict=True) for a, b in zip(*pair, strict=True)
     )

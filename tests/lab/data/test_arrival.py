@@ -1,4 +1,4 @@
-"""Choosing images: splits, class-balanced beginnings, and data that change or arrive while a network trains."""
+"""Subsets of images: splits, class-balanced limits, and data that change or arrive during training."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ def test_first_balanced_takes_the_first_images_of_each_class(labels, count):
     most = max(counts.values())
     for label, where in taken.items():
         assert np.isin(where[: counts[label]], chosen).all()
-        # No class has two images fewer than another, unless it is used up.
+        # Class counts differ by at most one, unless a class is used up.
         assert counts[label] >= most - 1 or counts[label] == len(where)
 
 
@@ -70,7 +70,7 @@ def test_classes_by_epoch() -> None:
     assert positions_of(labels, [1], 5).tolist() == [1, 4, 1, 4, 1]
 
 
-def test_every_epoch_has_as_many_images_of_its_classes_alone() -> None:
+def test_every_epoch_has_equally_many_images_of_its_classes_only() -> None:
     data = opened(batch_size=50, class_schedule={0: [3, 4], 2: [0, 1, 2]}, validation="test")
     for epoch, classes in ((0, {3, 4}), (1, {3, 4}), (2, {0, 1, 2})):
         seen = labels_in(at(data, epoch).train_dataloader())
@@ -85,28 +85,28 @@ def test_the_papers_classes_and_images() -> None:
     assert [float(share) for share in by_image.shares(9)] == pytest.approx([0.2 + 0.1 * s for s in range(9)])
     assert sorted(by_class.order(100)) == list(range(100)) != by_class.order(100)
     assert by_class.order(100) != Incremental("classes", seed=1).order(100)
-    # One stage has everything.
+    # A single stage has everything.
     assert by_class.num_classes(10, 1) == [10] and by_image.shares(1) == [1]
 
 
 @pytest.mark.parametrize("incremental", [Incremental("images"), Incremental("images", replacement=False)])
-def test_each_stage_has_the_images_of_the_one_before(incremental: Incremental) -> None:
+def test_each_stage_includes_the_images_of_the_previous_one(incremental: Incremental) -> None:
     labels = np.repeat(np.arange(10), 50)
     parts = [incremental.positions("train", labels, 10, stage, 5) for stage in range(5)]
     assert [len(part) for part in parts] == [100, 200, 300, 400, 500]
     assert all(set(before) <= set(after) for before, after in pairwise(parts))
     distinct = len(set(parts[-1].tolist()))
     assert (0.55 < distinct / 500 < 0.72) if incremental.replacement else distinct == 500
-    # All of them are validated and tested on.
+    # All of them are in validation and test.
     assert len(incremental.positions("val", labels, 10, 0, 5)) == 500
 
 
 def test_no_batch_is_a_single_image() -> None:
-    """A part of 289 images would be four batches of 72 and one more image, which waits."""
+    """A stage of 289 images would be four batches of 72 and a single image, which is left to the next stage."""
     data = opened(batch_size=72, incremental=Incremental("images", 289 / 1438, replacement=False))
     sizes = [len(y) for _, y in data.train_dataloader()]
     assert sizes == [72] * 4 == data.samples_in_batches(0, 72)
-    # With other batches there is no such rest.
+    # Other batch sizes leave no such remainder.
     assert data.samples_in_batches(0, 100) == [100, 100, 89] and data.num_train_at(4) == data.num_train
 
 
@@ -121,7 +121,7 @@ def test_classes_appear_with_the_stages() -> None:
         assert len(seen) == data.num_train_at(epoch) == 40 * count
         assert len(data.train_dataloader()) == -(-40 * count // 50)
         assert set(labels_in(data.val_dataloader())) == set(order[:count])
-    # A run of another length has the same parts.
+    # A run of another length has the same subsets.
     data.follow_stages(STARTS, EPOCHS, 10)
     assert [data.num_train_at(epoch) // 40 for epoch in range(10)] == [4, 4, 4, 4, 7, 7, 10, 10, 10, 10]
 

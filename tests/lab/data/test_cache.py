@@ -18,7 +18,7 @@ def root(request, pictures, tmp_path, monkeypatch):
 
 @pytest.fixture
 def decodings(monkeypatch):
-    """Number of images that have been decoded."""
+    """Count the decoded images."""
     counts = {"images": 0}
     plain = images.EncodedImages._plain
 
@@ -35,7 +35,7 @@ def _train(root, positions=None):
     return (train if positions is None else train.select(np.array(positions))).decoded()
 
 
-def test_the_second_run_decodes_nothing_until_a_file_changes(root, pictures, own_cache, decodings):
+def test_a_second_run_decodes_nothing_until_a_file_changes(root, pictures, own_cache, decodings):
     # A few images of a large set are decoded alone.
     few = _train(root, [3, 7])
     assert decodings["images"] == 2 and not list(own_cache.rglob("*.npy"))
@@ -55,7 +55,7 @@ def test_the_second_run_decodes_nothing_until_a_file_changes(root, pictures, own
     assert decodings["images"] == 82
 
 
-def test_a_damaged_cache_or_none_costs_time_not_the_run(root, pictures, own_cache, tmp_path, monkeypatch, caplog):
+def test_a_damaged_or_unwritable_cache_does_not_fail_the_run(root, pictures, own_cache, tmp_path, monkeypatch, caplog):
     _train(root)
     (archive,) = own_cache.rglob("*.npy")
     archive.write_bytes(archive.read_bytes()[:300])

@@ -17,7 +17,7 @@ from tests.own_data import Discs, Endless, Images, Odd, Waves, drawn, loaders
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaders of two processes, of which torch warns where there is a single core."""
+    """Avoid torch's warning about loaders with two processes on a single core."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
 
 
@@ -28,12 +28,12 @@ def opened(source: Any, **arguments: Any) -> CustomData:
 
 
 def classes(num: int = 100) -> TensorDataset:
-    """Four classes of ten features, one of which half of the samples have."""
+    """Samples of ten features in four classes, one of which has half of the samples."""
     return TensorDataset(drawn(num, 10), torch.arange(num) % 2 * (1 + torch.arange(num) % 3))
 
 
 class Named(Dataset):
-    """A data set whose classes can only be counted by reading it, unless it has attributes of them."""
+    """Data set whose classes are known only by reading it or from the given attributes."""
 
     def __init__(self, **known: Any) -> None:
         vars(self).update(known)
@@ -45,7 +45,7 @@ class Named(Dataset):
         return torch.zeros(2, 4, 4), index % 3
 
 
-def test_each_class_is_held_out_alike_and_whatever_the_runs_seed() -> None:
+def test_splits_are_stratified_and_independent_of_the_runs_seed() -> None:
     data, other = opened(classes(), split=Split(0.2, 0.1)), opened(classes(), split=Split(0.2, 0.1), seed=5)
     assert (data.num_train, data.num_val, data.num_test) == (70, 20, 10)
     for part, count in (("train", 35), ("val", 10), ("test", 5)):
@@ -58,7 +58,7 @@ def test_each_class_is_held_out_alike_and_whatever_the_runs_seed() -> None:
     )
 
 
-def test_parts_of_the_source_are_kept_and_none_is_made_beside_them() -> None:
+def test_parts_of_the_source_are_not_split_again() -> None:
     source = {"train": Waves(50), "validation": Waves(7), "test": DataLoader(Waves(9), batch_size=4)}
     data = opened(source)
     assert (data.num_train, data.num_val, data.num_test) == (50, 7, 9)
@@ -71,7 +71,7 @@ def test_parts_of_the_source_are_kept_and_none_is_made_beside_them() -> None:
 
 @pytest.mark.parametrize("make", [Waves, loaders, Images])
 def test_ranks_and_workers_see_the_samples_of_one_process(make: Any) -> None:
-    """Transforms that draw included; what is drawn outside is left alone."""
+    """Includes random transforms; the global generators keep their states."""
     alone, several = (opened(make(), batch_size=20, num_workers=0), opened(make(), batch_size=20, num_workers=2))
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     whole = list(placed(alone, epoch=3).train_dataloader())
@@ -103,7 +103,7 @@ def test_ranks_and_workers_see_the_samples_of_one_process(make: Any) -> None:
         (Named(), {"num_classes": 3, "image_shape": [2, 4, 4], "in_channels": 2}),
         (Named(classes=["a", "b", "c", "d", "e"]), {"num_classes": 5}),
         (Named(targets=[i % 3 for i in range(30)]), {"num_classes": 3}),
-        # No classes of these samples: they are read.
+        # The attribute does not match the samples, so these are read.
         (Named(targets=[7] * 30), {"num_classes": 3}),
         (Waves(), {"num_classes": 1, "out_features": 1, "width": None}),
         (TensorDataset(drawn(40, 3).half(), drawn(40, 6).bfloat16()), {"out_features": 6}),
@@ -111,10 +111,10 @@ def test_ranks_and_workers_see_the_samples_of_one_process(make: Any) -> None:
         (Discs(), {"num_classes": 2, "image_shape": [3, 12, 12]}),
     ],
 )  # fmt: skip
-def test_what_networks_have_to_know_is_found(source: Any, expected: dict[str, Any]) -> None:
+def test_arguments_of_networks_are_inferred(source: Any, expected: dict[str, Any]) -> None:
     data = opened(source, columns=Columns(["image"]) if isinstance(source, Discs) else None)
     assert {name: data.offer(name) for name in expected} == expected
-    # Real numbers arrive in float32.
+    # Floats are converted to float32.
     kinds = {tensor.dtype for tensor in next(iter(data.train_dataloader())) if tensor.is_floating_point()}
     assert kinds <= {torch.float32}
 

@@ -24,7 +24,7 @@ def _digits(**kwargs) -> ImageData:
     return data
 
 
-def test_sizes_and_the_form_of_batches(monkeypatch):
+def test_sizes_and_shapes_of_batches(monkeypatch):
     data = _digits(validation="split", validation_fraction=0.25, limit_test=20)
     assert (data.num_classes, data.image_shape) == (10, (1, 8, 8))
     assert (data.num_train, data.num_val, data.num_test) == (1438 - 360, 360, 20)
@@ -36,7 +36,7 @@ def test_sizes_and_the_form_of_batches(monkeypatch):
     assert sizes == [100] * 10 + [78] == data.samples_in_batches(0, 100) and len(data.train_dataloader()) == 11
     # Limits are balanced over classes.
     assert torch.cat([y for _, y in data.test_dataloader()]).bincount().tolist() == [2] * 10
-    # The validation set ignores the run's seed.
+    # The validation split is independent of the run's seed.
     seeds = ({"seed": 5}, {"split_seed": 5})
     a, b, c = (_digits(validation="split", validation_fraction=0.25, **one) for one in ({}, *seeds))
     held_out = [torch.cat([x.flatten(1) for x, _ in one.val_dataloader()]) for one in (a, b, c)]
@@ -65,8 +65,8 @@ def test_training_images_are_normalised_by_their_own_statistics(validation):
     assert torch.allclose(x[:, ~constant].std(0, correction=0), torch.ones(1).double(), atol=1e-5)
 
 
-def test_augmentation_differs_between_epochs_and_spares_evaluation():
-    # One image alone, so that order plays no part.
+def test_augmentation_differs_between_epochs_and_not_in_evaluation():
+    # A single image, so that order does not matter.
     data = _digits(limit_train=1, limit_test=1, shift=3, validation="test")
     views = {tuple(train_batches(data, epoch)[0][0].flatten().tolist()) for epoch in range(20)}
     assert len(views) > 10
@@ -100,7 +100,7 @@ def test_batches_are_a_function_of_seed_and_epoch_alone():
     assert torch.equal(torch.get_rng_state(), before)
     assert not equal(fourth, train_batches(data, epoch=5))
     assert not equal(fourth, train_batches(_digits(seed=1), epoch=4))
-    # Every image once, in another order each epoch.
+    # Every image once, in a new order in each epoch.
     plain = _digits(shift=0, mirror=False)
     first, second = (torch.cat([x.flatten(1) for x, _ in train_batches(plain, epoch)]) for epoch in (0, 1))
     assert not torch.equal(first, second) and sorted(first.tolist()) == sorted(second.tolist())
@@ -150,7 +150,7 @@ def test_probe_batch_is_fixed_balanced_and_not_augmented():
 
 
 class _Recorder(lightning.LightningModule):
-    """Trains one linear layer and keeps what it was shown."""
+    """Trains a linear layer and records its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_epochs_that_are_parts_of_a_pass_make_up_the_pass(parts: int, batch_size
     assert [batch.tolist() for batch in found] == [batch.tolist() for batch in whole.batches()]
 
 
-def test_epochs_that_are_parts_of_a_pass_are_those_that_a_run_is_planned_with():
+def test_epochs_that_are_parts_of_a_pass_match_the_plan():
     data = _digits(epochs_per_pass=4)
     for epoch in range(5):
         planned = data.samples_in_batches(epoch, 100)
@@ -234,7 +234,7 @@ def test_epochs_that_are_parts_of_a_pass_are_those_that_a_run_is_planned_with():
         _digits(epochs_per_pass=16).samples_in_batches(0, 100)
 
 
-def test_decoded_images_are_brought_to_one_size_as_encoded_ones_are():
+def test_decoded_images_are_resized_like_encoded_ones():
     small = _digits(image_size=5, limit_train=20, limit_test=10, shift=0, mirror=False)
     assert small.image_shape == (1, 5, 5)
     plain = _digits(limit_train=20, limit_test=10, shift=0, mirror=False)

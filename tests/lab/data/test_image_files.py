@@ -1,4 +1,4 @@
-"""Images in folders, Parquet files and torchvision's files: where parts are, how images are read, what cannot be."""
+"""Images in folders, Parquet files and torchvision's files: layouts, decoding, and errors."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ from growlab.lab.data.images import EncodedImages, Fit
 
 
 def arrays(name: str, root: Path | None, **options) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Training and test set decoded: (images uint8 [N, H, W, C], labels) of each."""
+    """Decode the training and test sets to (images uint8 [N, H, W, C], labels)."""
     sets = [
         part.decoded() if isinstance(part, EncodedImages) else part
         for part in open_images(name, root, **options).values()
@@ -72,7 +72,7 @@ def test_folders(pictures, tmp_path, names):
     assert open_images("insects", root)["train"].classes == pictures.classes
 
 
-def test_links_to_folders_are_followed_and_of_two_spellings_the_plain_one_counts(pictures, tmp_path):
+def test_symlinks_are_followed_and_lower_case_names_win(pictures, tmp_path):
     root = pictures.as_folders(tmp_path / "pictures")
     (root / "TEST" / "ant").mkdir(parents=True)
     if (root / "test").samefile(root / "TEST"):
@@ -105,7 +105,7 @@ def test_parts_of_parquet_files_and_their_classes(pictures, tmp_path):
     folder = root / "default"
     shutil.copytree(folder / "test", folder / "validation")
     assert open_images("insects", root).keys() == {"train", "test", "val"}
-    # An unlabelled test set gives way to the validation set, as in Hugging Face's ImageNet.
+    # The validation set replaces an unlabelled test set, as in Hugging Face's ImageNet.
     unlabelled = pa.array([-1] * 12, pa.int64())
     rewritten(folder / "test" / "0000.parquet", lambda table: table.set_column(1, "label", unlabelled))
     assert_same(arrays("insects", root), pictures)
@@ -124,7 +124,7 @@ def test_large_parquet_is_read_from_a_copy_in_the_cache(pictures, tmp_path, monk
     train, test = open_images("insects", root).values()
     assert_same([(part.read(np.arange(len(part))).numpy(), part.labels) for part in (train, test)], pictures)
     assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 2
-    # A worker process gets the set pickled, without the images.
+    # Sets are pickled for worker processes without their images.
     copy = pickle.loads(pickle.dumps(train))
     assert torch.equal(copy.read(np.array([3, 1])), train.read(np.array([3, 1])))
 
@@ -196,7 +196,7 @@ def test_default_root_is_the_users_cache_or_growlab_data(tmp_path, monkeypatch, 
 
 
 def laid_out(pictures, root: Path, layout: str) -> Path:
-    """40 + 12 pictures: below root itself, with train/ alone, with test/ or val/, with both."""
+    """40 + 12 pictures in root itself, or in train/ with test/, val/, both or neither."""
     pictures.as_folders(root)
     if layout in ("flat", "train"):
         shutil.rmtree(root / "test")
@@ -226,13 +226,13 @@ def laid_out(pictures, root: Path, layout: str) -> Path:
         ("train_val_test", "none", (40, 0, 12)),
     ],
 )
-def test_every_layout_has_its_parts(pictures, tmp_path, layout, validation, expected) -> None:
+def test_every_layout_is_split_into_its_parts(pictures, tmp_path, layout, validation, expected) -> None:
     root = laid_out(pictures, tmp_path / "data", layout)
     data = opened(root, validation=validation)
     assert numbers(data) == expected and data.num_classes == 4 and data.image_shape == (3, 10, 12)
     seen = [y.tolist() for loader in (data.train_dataloader(), data.test_dataloader()) for _, y in loader]
     assert sum(map(len, seen)) == expected[0] + expected[2]
-    # The test has the same part of each class, and the same images every time.
+    # The test split is stratified and always the same.
     ((_, y),) = data.test_dataloader()
     assert y.bincount().tolist() == [expected[2] // 4] * 4
     again, other = opened(root, validation=validation), opened(root, validation=validation, split_seed=1)
@@ -252,7 +252,7 @@ def test_a_validation_set_of_parquet_files_is_validated_on(pictures, tmp_path, v
 
 @pytest.mark.filterwarnings("error")
 def test_images_of_every_mode_become_coloured(pictures, tmp_path):
-    """White in every mode, among coloured images."""
+    """White images in every mode among coloured ones."""
     root = pictures.as_folders(tmp_path)
     # Pillow does not read back the YCbCr that it writes into a TIFF.
     kinds = {"CMYK": "TIFF", "YCbCr": "JPEG", "I": "TIFF"}
@@ -265,7 +265,7 @@ def test_images_of_every_mode_become_coloured(pictures, tmp_path):
         options = {"transparency": b"\0" * 9} if mode == "P" else {}
         white.save(root / "train" / "ant" / f"white_{mode}.png", kinds.get(mode, "PNG"), **options)
     PIL.Image.new("LAB", (12, 10)).save(root / "train" / "ant" / "lab.png", "TIFF")
-    # A conversion that Pillow does not know is left out, not a crash.
+    # Skip conversions that Pillow does not support.
     images = open_images("insects", root, skip_damaged=True)["train"]
     paths = [Path(images.source.describe(p)).stem for p in range(len(images))]
     read = dict(zip(paths, images.read(np.arange(len(images))), strict=True))
@@ -280,7 +280,7 @@ RAMP = np.arange(120).reshape(10, 12) / 119
     ("pixels", "ending", "least", "largest"),
     [
         ((RAMP * 65535).astype(np.uint16), "tif", 0, 1),
-        # 12 bits of a microscope, of which the brightest pixel uses most.
+        # 12 bits of a microscope; the brightest pixel uses most of the range.
         ((RAMP * 3000).astype(np.uint16), "png", 0, 3000 / 4095),
         ((RAMP * 200).astype(np.uint16), "png", 0, 200 / 255),
         ((RAMP * 4000 - 1000).astype(np.int32), "tif", 0, 1),
@@ -303,7 +303,7 @@ def test_images_of_more_than_eight_bits_are_scaled(tmp_path, pixels, ending, lea
 
 def test_image_size_scales_the_shorter_side_and_crops_the_centre(pictures, tmp_path):
     root = pictures.as_folders(tmp_path)
-    # 10x12 pixels: at size 10 nothing is scaled, one column goes on either side.
+    # 10x12 pixels: size 10 only crops one column on either side.
     images = arrays("insects", root, fit=Fit(10))[0][0]
     assert np.array_equal(images, pictures.images["train"][:, :, 1:11])
     PIL.Image.new("RGB", (50, 90), (1, 2, 3)).save(root / "train" / "ant" / "00001.png")
@@ -312,7 +312,7 @@ def test_image_size_scales_the_shorter_side_and_crops_the_centre(pictures, tmp_p
 
 
 @pytest.mark.parametrize("in_memory", [None, False])
-def test_damaged_images_are_left_out_or_named(pictures, tmp_path, own_cache, caplog, monkeypatch, in_memory) -> None:
+def test_damaged_images_are_skipped_or_named(pictures, tmp_path, own_cache, caplog, monkeypatch, in_memory) -> None:
     root = laid_out(pictures, tmp_path / "data", "flat")
     complete = (root / "bee").glob("*.png")
     truncated = next(complete)
@@ -326,7 +326,7 @@ def test_damaged_images_are_left_out_or_named(pictures, tmp_path, own_cache, cap
     (record,) = caplog.records
     sentence = f"skipped 3 of 42 images in {root} that cannot be read, the first one {root}/ant/empty.jpg"
     assert sentence in record.message
-    # The second time nothing is decoded for it, until a file changes.
+    # The list of damaged images is cached until a file changes.
     decoded = []
     plain = EncodedImages._plain
     monkeypatch.setattr(EncodedImages, "_plain", lambda *args: decoded.append(args[1]) or plain(*args))
@@ -352,15 +352,15 @@ def test_without_network_the_download_fails_in_one_sentence(tmp_path, monkeypatc
     assert capsys.readouterr().out == "" and not caplog.records
 
 
-def test_a_foreign_folder_is_not_filled_with_downloads(tmp_path):
+def test_nothing_is_downloaded_into_a_folder_of_other_files(tmp_path):
     (tmp_path / "letters.txt").write_text("dear")
     with pytest.raises(UserError, match="found no cifar10 data"):
         open_images("cifar10", tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["letters.txt"]
 
 
-def test_a_class_folder_that_may_not_be_read_is_no_empty_one(pictures, tmp_path, monkeypatch) -> None:
-    """Else its class would be missing without a word; the user who runs the tests may read everything."""
+def test_an_unreadable_class_folder_is_an_error(pictures, tmp_path, monkeypatch) -> None:
+    """Simulated, because root may read everything; its class must not be missing silently."""
     root = pictures.as_folders(tmp_path / "data")
     closed, listed = str(sorted((root / "train").iterdir())[0]), os.scandir
 

@@ -38,12 +38,12 @@ def test_a_draw_depends_on_key_and_index_alone(seed, start, count):
 def test_other_keys_give_unrelated_numbers(other):
     n = 4096
     a, b = (draws(np.arange(n), *key).astype(float) for key in ((ORDER, 0, 1), other))
-    # Of independent samples the correlation has standard deviation 1/sqrt(n).
+    # Correlations of n independent samples have standard deviation 1/sqrt(n).
     assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(n)
 
 
 @given(SIZES, st.integers(), st.integers(0, 300))
-def test_permutation_holds_every_index_once(length, seed, epoch):
+def test_permutation_has_every_index_once(length, seed, epoch):
     assert np.array_equal(np.sort(permutation(length, ORDER, seed, epoch)), np.arange(length))
 
 
@@ -58,7 +58,7 @@ def test_training_slices_of_the_ranks_make_the_global_batch(length, per_rank, wo
         slices = [rank[step] for rank in ranks]
         assert len({len(part) for part in slices}) == 1
         joined = np.concatenate(slices)
-        # Only the last batch may be filled up, by fewer images than there are ranks, from the order's start.
+        # Only the last batch may be padded from the start of the order, by fewer images than ranks.
         assert np.array_equal(joined[: len(batch)], batch)
         filled = joined[len(batch) :]
         assert len(filled) < world_size and np.array_equal(filled, np.resize(order, len(filled)))

@@ -1,4 +1,4 @@
-"""The data sets beside the checkout, read as a user would point at them."""
+"""Real data sets next to the checkout, opened as by a user."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_cifar10_and_mnist_from_parquet(shared_data):
     mnist.setup()
     assert (mnist.num_train, mnist.num_val, mnist.num_test) == (7200, 800, 2000)
     assert (mnist.num_classes, mnist.image_shape) == (10, (1, 28, 28))
-    # Of all of MNIST mean and standard deviation are 0.1307 and 0.3081.
+    # Mean and standard deviation of all of MNIST are 0.1307 and 0.3081.
     np.testing.assert_allclose((mnist.mean[0], mnist.std[0]), (0.1307, 0.3081), atol=0.004)
 
 

@@ -1,4 +1,4 @@
-"""The two sides of a split are found by the names of files."""
+"""Find the two sides of a split by file names."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from growlab.recipes.translation.sentence_pairs import text_files
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        # One side of a test set alone: its lines are no translations of another test set's.
+        # Lines of different test sets are not translations of each other.
         (("test_2015.en", "test_2016.de", "test_2016.en"), ("test_2016.de", "test_2016.en")),
         (("test_2016.de", "test_2016.en", "test_2017.de", "test_2017.en"), ("test_2016.de", "test_2016.en")),
         (("test.a.de", "test.a.en", "test.de", "test.en.gz"), ("test.de", "test.en.gz")),
@@ -19,7 +19,7 @@ from growlab.recipes.translation.sentence_pairs import text_files
         (("test.de", "test.de.gz", "train.en"), ("test.de", None)),
     ],
 )
-def test_the_sides_of_a_split_are_called_alike(
+def test_the_sides_of_a_split_have_the_same_name(
     tmp_path: Path, names: tuple[str, ...], expected: tuple[str | None, str | None]
 ) -> None:
     for name in names:

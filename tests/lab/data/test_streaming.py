@@ -1,4 +1,4 @@
-"""Images of many sizes that stay in their files: image folders and Parquet shards as ImageNet comes."""
+"""Images of many sizes read on demand, in folders and Parquet shards, like ImageNet."""
 
 import io
 import os
@@ -33,7 +33,7 @@ MODES = ["RGB", "RGB", "L", "CMYK", "RGBA"]
 
 
 def _content(number: int) -> bytes:
-    """A JPEG or PNG of its own size and mode."""
+    """Return a JPEG or PNG with its own size and mode."""
     rng = np.random.default_rng(number)
     height, width = (int(side) for side in rng.integers(18, 60, 2))
     picture = PIL.Image.fromarray(rng.integers(0, 256, (height // 3, width // 3, 3), dtype=np.uint8))
@@ -98,7 +98,7 @@ def test_evaluation_and_crops_are_torchvisions(layout, request):
     batches = list(data.test_dataloader())
     torch.testing.assert_close(torch.cat([x for x, _ in batches]).double(), expected, rtol=0, atol=3e-6)
     assert torch.cat([y for _, y in batches]).tolist() == LABELS["val"].tolist()
-    # Training crops, each against the crop of the original file by torchvision, mirrored or not.
+    # Compare each training crop with torchvision's crop of the original file, mirrored or not.
     loader = data.train_dataloader()
     assert isinstance(loader, StreamLoader)
     seen = []
@@ -167,9 +167,9 @@ def test_a_corrupt_image_that_a_worker_reads_is_named_in_one_sentence(folders):
 
 
 def test_a_dead_worker_ends_the_run_with_torchs_words(folders, monkeypatch):
-    """A canary: `growlab.lab.training.run` knows the error by how it begins."""
+    """Canary: `growlab.lab.training.run` recognises the error by its start."""
     data = _open(folders, num_workers=1)
-    # torch's own handler would raise anywhere in the tests; without it, the loader finds out by asking.
+    # torch's handler could raise anywhere in the tests; without it, the loader detects the death by polling.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     try:
@@ -188,8 +188,8 @@ def test_a_dead_worker_ends_the_run_with_torchs_words(folders, monkeypatch):
         signal.signal(signal.SIGCHLD, handler)
 
 
-def test_random_crops_of_images_that_are_held(folders):
-    """Decoded sets can be cropped too: the digits have no files to go back to."""
+def test_random_crops_of_images_in_memory(folders):
+    """Decoded sets can be cropped too, as the digits have no files."""
     data = ImageData("digits", batch_size=500, crop_scale=[0.3, 1.0], interpolation="bilinear")
     data.setup()
     plain = ImageData("digits", batch_size=500)

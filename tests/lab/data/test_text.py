@@ -50,7 +50,7 @@ def test_a_resumed_loader_continues_and_ranks_share_a_batch(path: str, monkeypat
         next(iterator)
     resumed.load_state_dict(stopped.state_dict())
     assert equal(list(resumed), whole[4:])
-    # The next pass is whole again.
+    # The next pass is complete again.
     assert equal(list(resumed), whole)
     with pytest.raises(ValueError, match="cannot resume in epoch"):
         text.training_loader(1, 1).load_state_dict(stopped.state_dict())
@@ -70,7 +70,7 @@ def test_the_language_reference_comes_with_python() -> None:
     assert "assert" in text_of(text, text.probe_batch(100).flatten())
     assert text.network_arguments == {"vocabulary_size": len(text.vocabulary), "context": CONTEXT}
     assert torch.equal(text.probe_batch(3), data(None, limit_characters=5000).probe_batch(3))
-    # Growth is checked on about as many tokens whatever the context.
+    # Growth is checked on a similar number of tokens for any context.
     assert [TextData(None, context=context).probe_size for context in (8, 128, 300)] == [64, 4, 2]
 
 

@@ -19,7 +19,7 @@ def test_an_epoch_has_every_sentence_once_within_the_budget(epoch):
     assert sorted(np.concatenate(batches).tolist()) == list(range(200))
     sizes = [LENGTHS[batch].max() * len(batch) for batch in batches]
     assert max(sizes) <= 90
-    # Sentences of one length lie together: little of a batch is padding.
+    # Batches of similar lengths have little padding.
     assert LENGTHS.sum() > 0.9 * sum(sizes)
 
 
@@ -54,20 +54,20 @@ def test_a_batch_of_fewer_sentences_than_ranks_repeats_some():
     assert [len(batch) for batches in shares for batch in batches] == [1, 1, 1, 1]
 
 
-def test_sentences_are_counted_where_the_budget_is_of_sentences():
+def test_a_budget_of_sentences_counts_sentences():
     sizes = [len(batch) for batch in plan(budget=16, in_tokens=False).batches()]
     assert sorted(set(sizes)) == [8, 16] and sum(sizes) == 200
 
 
 def side(lengths: list[int], seed: int) -> Side:
-    """Sentences of numbers from 4 that end with 2."""
+    """Sentences of token ids from 4 on that end with 2."""
     starts = np.concatenate([[0], np.cumsum(lengths)])
     tokens = np.random.default_rng(seed).integers(4, 50, starts[-1]).astype(np.int32)
     tokens[starts[1:] - 1] = 2
     return Side(tokens, starts)
 
 
-def test_a_batch_is_filled_up_and_shifted():
+def test_a_batch_is_padded_and_shifted():
     sides = (side([3, 5], 0), side([4, 2], 1))
     loader = PairLoader(TokenPlan(np.array([4, 5]), 10, 0, training=False), sides, padding=1, end=2)
     ((source, previous, target),) = list(loader)
@@ -77,7 +77,7 @@ def test_a_batch_is_filled_up_and_shifted():
     assert previous.tolist() == [[2, *long[:-1]], [2, short[0], 1, 1]]
 
 
-def test_a_loader_goes_on_in_the_middle_of_an_epoch():
+def test_a_loader_resumes_in_the_middle_of_an_epoch():
     lengths = np.random.default_rng(1).integers(2, 9, 40).tolist()
     sides = (side(lengths, 0), side(lengths, 1))
 

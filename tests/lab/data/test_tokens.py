@@ -1,4 +1,4 @@
-"""Text files as tokens: split, packed and predicted to the last byte, the same after a resumption and over ranks."""
+"""Text files as tokens: splits, packed windows, bits per byte, resumption, and ranks."""
 
 import errno
 import gzip
@@ -59,7 +59,7 @@ def data(path: Path | str, **settings) -> TokenData:
 
 
 def text_of(made: TokenData, part: str) -> list[str]:
-    """The documents of a part, decoded."""
+    """Decode the documents of a part."""
     tokenizer = made.store.tokenizer
     tokens = made.store.tokens(part)
     ends = np.flatnonzero(tokens == tokenizer.end)
@@ -72,7 +72,7 @@ def everything(made: TokenData) -> list[str]:
     return list(chain.from_iterable(text_of(made, part) for part in PARTS))
 
 
-def test_each_document_is_in_one_part_and_comes_back_to_the_letter(folder: Path) -> None:
+def test_each_document_is_in_one_part_and_decodes_exactly(folder: Path) -> None:
     made = data(folder, validation_fraction=0.1, test_fraction=0.2)
     found = {part: text_of(made, part) for part in PARTS}
     expected = [f"n\n{document(number)}" if number % 4 == 1 else document(number) for number in range(40)]
@@ -89,7 +89,7 @@ def test_each_document_is_in_one_part_and_comes_back_to_the_letter(folder: Path)
 
 
 def test_every_token_of_the_test_is_predicted_once_and_bits_are_over_its_bytes(folder: Path) -> None:
-    """Against the loss of each token and the length of the text, counted by hand."""
+    """Compared with the loss of each token and the length of the text, computed directly."""
     made = data(folder, eval_batch_size=3)
     objective, torch_seed = SubwordPrediction(), torch.Generator().manual_seed(0)
     objective.bind(made)
@@ -115,7 +115,7 @@ def test_the_tokenizer_is_of_the_training_part_alone(folder: Path) -> None:
     assert made.vocabulary_size == VOCABULARY
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix in (".md", ".txt") and path.read_text() in held_out:
-            # As many bytes, so that the same documents are held out; other words.
+            # Other words of equal length, so that the same documents are held out.
             path.write_text("".join(sorted(path.read_text())))
     other = data(folder)
     assert made.store.folder != other.store.folder
@@ -149,7 +149,7 @@ def test_windows_are_packed_and_each_is_in_an_epoch_once(folder: Path) -> None:
 def test_a_checkpoint_of_another_text_is_refused(folder: Path) -> None:
     saved = data(folder).state_dict()
     data(folder).load_state_dict(saved)
-    # Neither order nor windows are of the text.
+    # Order and windows are not part of the text.
     data(folder, seed=5, context=CONTEXT + 1, batch_size=3).load_state_dict(saved)
     with pytest.raises(UserError, match="the text is not the one that the checkpoint was trained on"):
         data(folder, vocab_size=VOCABULARY - 1).load_state_dict(saved)
@@ -198,7 +198,7 @@ def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:
     assert text_of(given, "test") == [texts[3] + "more\n"] and given.store.parts["train"]["documents"] < 40
 
 
-def test_a_document_that_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+def test_duplicates_of_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number}.txt").write_text(document(number % 15))
     (tmp_path / "empty.txt").write_text("")
@@ -210,8 +210,10 @@ def test_a_document_that_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     assert "left out: 1 files without text and 16 empty or repeated" in made.describe()
 
 
-def test_two_at_once_make_it_once(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ask before either has made it; the lock is of the file system, so ranks wait for each other too."""
+def test_concurrent_processes_prepare_the_text_once(
+    folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ask before either has finished; the file lock also makes ranks wait for each other."""
     both, made = threading.Barrier(2), []
     ask, make = TokenData._sources, TokenData._prepare
 
@@ -227,12 +229,12 @@ def test_two_at_once_make_it_once(folder: Path, own_cache: Path, monkeypatch: py
     assert [path for path in (own_cache / "tokens").iterdir() if path.is_dir()] == made
 
 
-def test_a_cache_is_used_again_and_replaced_if_torn(folder: Path, own_cache: Path, tmp_path: Path) -> None:
+def test_a_cache_is_reused_and_replaced_if_damaged(folder: Path, own_cache: Path, tmp_path: Path) -> None:
     made = data(folder)
     content = made.store.tokens("train").tolist()
     place = made.store.folder
     before = (place / "train.bin").stat().st_ino
-    # The same files elsewhere are the same content.
+    # Equal files in another folder have the same key.
     folder.rename(tmp_path / "moved")
     assert (data(tmp_path / "moved").store.folder / "train.bin").stat().st_ino == before
     with (place / "train.bin").open("r+b") as file:
@@ -242,7 +244,7 @@ def test_a_cache_is_used_again_and_replaced_if_torn(folder: Path, own_cache: Pat
     assert data(tmp_path / "moved", vocab_size=280).store.folder != place
 
 
-def test_a_given_tokenizer_is_taken(folder: Path, tmp_path: Path) -> None:
+def test_a_given_tokenizer_is_used(folder: Path, tmp_path: Path) -> None:
     made = data(folder)
     own = tmp_path / "own"
     own.mkdir()
@@ -299,7 +301,7 @@ def test_settings_and_files_that_cannot_be_used(tmp_path: Path, folder: Path, mo
     core.save(str(tmp_path / "tokenizer.json"))
     refused(r"none of the usual names.* is not among its 1 tokens", folder, tokenizer=str(tmp_path))
     refused(r"end of a text \(b\) is not among", folder, tokenizer=str(tmp_path), end_of_text="b")
-    # A folder below that may not be read is not passed over; the user who runs the tests may read everything.
+    # Unreadable subfolders are not skipped; simulated, because root may read everything.
     closed, listed = folder / "part1", os.scandir
 
     def scandir(path):

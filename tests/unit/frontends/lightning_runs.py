@@ -1,4 +1,4 @@
-"""Modules that know nothing of growlab, their data, and runs of Lightning's trainer that can be compared."""
+"""Lightning modules without growlab, their data, and comparable runs of Lightning's Trainer."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ IMAGES, LABELS = torch.randn(48, 6, generator=SOURCE), torch.randint(3, (48,), g
 
 
 class Loader:
-    """Batches that are a function of epoch and place, and a place that a checkpoint keeps."""
+    """Batches that are a function of the epoch and position; checkpoints store the position."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.epoch, self.at, self.rank, self.ranks = 0, 0, rank, ranks
@@ -58,7 +58,7 @@ def body() -> nn.Sequential:
 
 
 class Plain(L.LightningModule):
-    """One network, a loss of its own, a rate that falls by epochs."""
+    """One network, a loss, and a learning rate that decreases by epochs."""
 
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def fitted(
 
 
 def outcome(trainer: L.Trainer) -> list[Any]:
-    """All that a run ends with, comparable bit for bit."""
+    """The final state of a run, comparable bit for bit."""
     (growth,) = (callback for callback in trainer.callbacks if isinstance(callback, Growth))
     optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
     moments = [v for o in optimizers for entry in o["state"].values() for v in entry.values()]

@@ -1,4 +1,4 @@
-"""Modules that know nothing of growlab, trained by Lightning with the callback."""
+"""Lightning modules without growlab, trained with the callback."""
 
 import logging
 from collections.abc import Callable
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 
 
 class TwoOptimizers(L.LightningModule):
-    """A generator that grows, a critic that does not; an optimizer each, stepped by hand; one rate falls by epochs."""
+    """A generator that grows and a critic that does not, with manual optimization and one decreasing learning rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,9 +85,7 @@ MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_resumed_from_a_checkpoint_it_is_the_uninterrupted_run_and_ends_as_an_ordinary_module(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_and_ends_as_an_ordinary_module(kind: str, tmp_path: Path) -> None:
     module, growth = MODULES[kind]()
     save = Save(tmp_path)
     wanted = outcome(fitted(tmp_path, module, growth, save))
@@ -181,7 +179,7 @@ def test_batch_sizes_go_through_the_data_module(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
 
 
-def test_batch_sizes_by_steps_change_with_the_epoch_behind_and_the_data_module_is_given_back(tmp_path: Path) -> None:
+def test_batch_sizes_by_steps_change_at_the_next_epoch_and_the_data_module_is_restored(tmp_path: Path) -> None:
     data, trigger = Data(), At({0: 0.5, 4: 1.0}, unit="step", batch_sizes=[16, 8])
     fitted(tmp_path, Plain(), growth(trigger=trigger), data=data, max_epochs=4)
     assert data.seen[-4:] == [16, 16, 8, 8]
@@ -207,7 +205,7 @@ def test_arguments_are_checked_as_they_are_given(wrong: dict[str, Any], said: st
 
 
 class Logged(DummyLogger):
-    """Keeps what it is given."""
+    """A logger that stores its metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +238,7 @@ def test_the_rate_finder_logs_no_warning_of_unfinished_growth(tmp_path: Path, ca
 
 
 class ByName(L.LightningModule):
-    """A module whose layers are its own, and whose network is called by names."""
+    """A module that is itself the network, called with keyword inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +256,7 @@ class ByName(L.LightningModule):
 
 
 class OfSeveral(Plain):
-    """A loss over all batches that a loader of several gives at once."""
+    """A loss over all batches of a combined loader."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batches = list(batch.values()) if isinstance(batch, dict) else batch

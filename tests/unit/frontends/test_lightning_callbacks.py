@@ -1,4 +1,4 @@
-"""Growth with parts and beside other callbacks of Lightning, and checkpoints that are read without it."""
+"""Growth with parts and other Lightning callbacks, and checkpoints that are loaded without it."""
 
 import logging
 from collections.abc import Callable
@@ -46,7 +46,7 @@ AVERAGES: dict[str, Callable[[], L.Callback]] = {
 
 
 class Convolutions(Plain):
-    """Batch normalisation alone, so that nothing of growth is annealed and every checkpoint is a plain network."""
+    """Only batch normalisation, so that nothing is annealed and every checkpoint is a plain network."""
 
     def __init__(self) -> None:
         super().__init__(partial(torch.optim.SGD, momentum=0.9))
@@ -55,8 +55,8 @@ class Convolutions(Plain):
         )
 
 
-def test_an_average_of_lightnings_is_that_of_the_part(tmp_path: Path) -> None:
-    """What grows along is the average of the network grown, which `parts.Averages` computes in another order."""
+def test_lightnings_averages_equal_those_of_the_part(tmp_path: Path) -> None:
+    """Lightning's average grows with the network; `parts.Averages` computes the same in another order."""
     module, callback = Plain(), growth(parts=[Averages(decay=0.7)])
     fitted(tmp_path, module, growth(), EMAWeightAveraging(decay=0.7))
     fitted(tmp_path, Plain(), callback)
@@ -73,7 +73,7 @@ def test_a_run_with_an_average_resumes_from_a_checkpoint(kind: str, tmp_path: Pa
     assert outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), ckpt_path=checkpoint)) == wanted
 
 
-def test_an_average_that_was_made_before_the_seed_is_refused(tmp_path: Path) -> None:
+def test_an_average_made_before_the_seed_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"put Growth before it, Trainer\(callbacks=\[Growth"):
         fitted(tmp_path, Plain(), EMAWeightAveraging(), growth())
 
@@ -85,7 +85,7 @@ def test_an_average_that_was_made_before_the_seed_is_refused(tmp_path: Path) -> 
 def test_checkpoints_contain_plain_weights(
     weights_only: bool, average: str | None, layer_multipliers: bool, tmp_path: Path
 ) -> None:
-    """Callbacks are not asked about weights alone; Lightning's averages put theirs in place of the module's."""
+    """Lightning skips callbacks' hooks for weights-only checkpoints, and replaces weights by averages."""
     saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_weights_only=weights_only)
     settings = {"method": VarianceTransfer(layer_multipliers=layer_multipliers), "trigger": {0: 0.5, 1: 0.75, 2: 1.0}}
     seen, others = [], [AVERAGES[average]()] if average else []
@@ -125,7 +125,7 @@ def test_checkpoints_contain_plain_weights(
 
 
 class Two(Plain):
-    """Two networks that grow, and a hook of the module's own."""
+    """Two networks that grow, and a hook of the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Keyed(Dataset[Any]):
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_loaders_whose_samples_have_no_numbers(ready: bool, tmp_path: Path) -> None:
+def test_loaders_without_indexed_samples(ready: bool, tmp_path: Path) -> None:
     keys = [f"image{index}" for index in range(len(IMAGES))]
     options = {"batch_size": None} if ready else {"batch_size": SIZE, "sampler": keys}
     module, callback = Plain(), growth()
@@ -189,7 +189,7 @@ def test_loaders_whose_samples_have_no_numbers(ready: bool, tmp_path: Path) -> N
 
 
 class WithTarget(Plain):
-    """A target network that lags behind the one that is trained, and a frozen one of full width."""
+    """A target network that follows the trained network, and a frozen network of full width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,8 +202,8 @@ class WithTarget(Plain):
             mean.data.lerp_(value.data, 0.3 if self.trainer.global_step else 1.0)
 
 
-def test_a_target_network_grows_along(tmp_path: Path) -> None:
-    """It is the average that the part keeps, which averages the same steps."""
+def test_a_target_network_grows_with_the_online_network(tmp_path: Path) -> None:
+    """It equals the average of the part, which averages the same steps."""
 
     def both() -> tuple[WithTarget, Any]:
         return WithTarget(), growth(("network", "target"), parts=[Averages(decay=0.7)])
@@ -255,7 +255,7 @@ def test_a_missing_parameter_raises_an_error(tmp_path: Path) -> None:
 def test_training_too_short_for_growth_logs_a_warning_at_the_start(
     trigger: Any, lasts: dict[str, int], due: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And what is told is what happens."""
+    """The warning comes true."""
     callback = growth(trigger=trigger)
     with caplog.at_level(logging.WARNING):
         fitted(tmp_path, Plain(), callback, **lasts)
@@ -281,7 +281,7 @@ class Block(nn.Module):
 
 
 class Deep(Validated):
-    """Blocks behind one another, with counters among their buffers."""
+    """A sequence of blocks with counters among their buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class Deep(Validated):
 
 
 class Arriving(Deep):
-    """Two classes at first, in an order that is not the labels'."""
+    """Two classes at first, in another order than the labels."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         grower = self.trainer.callbacks[0].grower
@@ -338,7 +338,7 @@ def test_the_order_of_classes_is_that_of_the_labels_whatever_is_loaded(tmp_path:
         assert torch.allclose(loaded.load(Arriving(), tmp_path / name).network.eval()(IMAGES), logits, atol=1e-5), name
 
 
-def test_blocks_come_back_where_evaluation_stands_before_training(tmp_path: Path) -> None:
+def test_blocks_are_restored_if_evaluation_precedes_training(tmp_path: Path) -> None:
     trained = []
     for evaluate in (False, True):
         module, callback = Deep(), growth(trigger={0: 0.5, 1: 1.0}, parts=[Depth()])

@@ -37,7 +37,7 @@ TRIGGER = {0: 0.25, 1: 0.5, 2: 1.0}
 
 
 def tensors(network: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All parameters and moments, whole."""
+    """All parameters and moments as full tensors."""
     reshard(network)
     names = {p: name for name, p in network.named_parameters()}
     states = [(names[p], s) for optimizer in optimizers for p, s in optimizer.state.items()]
@@ -101,7 +101,7 @@ MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 
 
 class Sharded(Plain):
-    """Shards its network by the strategy's mesh, and itself, as Lightning's guides do."""
+    """Shards its network by the strategy's mesh, as in Lightning's guides."""
 
     def configure_model(self) -> None:
         data, tensors = (self.device_mesh[name] for name in ("data_parallel", "tensor_parallel"))
@@ -166,7 +166,7 @@ def test_sharded_training_equals_ddp_and_resumes(
         (DDPStrategy(start_method="fork"), "would be lost: use strategy='ddp'"),
     ],
 )
-def test_other_strategies_are_refused(strategy: Any, message: str) -> None:
+def test_unsupported_strategies_raise_errors(strategy: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         growth().setup(SimpleNamespace(strategy=strategy), Plain(), "fit")
 
@@ -175,7 +175,7 @@ def test_other_strategies_are_refused(strategy: Any, message: str) -> None:
 
 
 def claim_an_accelerator() -> None:
-    """Let accelerate take the CPU for a device that it shards on; on the CPU it leaves models whole."""
+    """Make accelerate shard on the CPU, where it does not shard models by default."""
     state = accelerate.PartialState(cpu=True)
     state.distributed_type = accelerate.DistributedType.MULTI_XPU
 

@@ -1,4 +1,4 @@
-"""Models made from a configuration, trained by Hugging Face's Trainer with the callback."""
+"""Models created from configurations, trained by Hugging Face's Trainer with the callback."""
 
 import logging
 from pathlib import Path
@@ -70,13 +70,13 @@ def everything(trainer: Any, growth: Growth) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Growth, list[Any]]:
-    """A run with its checkpoints: folder, Trainer, callback and all that it ends with."""
+    """A run with its checkpoints: folder, Trainer, callback and final state."""
     folder = tmp_path_factory.mktemp("whole")
     trainer, growth = run(folder, logging_strategy="epoch")
     return folder, trainer, growth, everything(trainer, growth)
 
 
-def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(whole: Any, tmp_path: Path) -> None:
+def test_a_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(whole: Any, tmp_path: Path) -> None:
     folder, trainer, growth, wanted = whole
     assert [event.epoch for event in growth.events] == [1, 2]
     assert all(event.parity_error_eval < 1e-4 for event in growth.events)
@@ -147,7 +147,7 @@ def test_unsupported_devices_raise_errors(devices: dict[str, Any], told: str) ->
 
 
 def one_loss_is_best(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the evaluation after the epoch of that number, from 0 on, be the best."""
+    """Make the evaluation after an epoch (counted from 0) the best."""
     evaluate, calls = transformers.Trainer.evaluate, []
 
     def judged(self: Any, *arguments: Any, **named: Any) -> dict[str, float]:
@@ -159,10 +159,10 @@ def one_loss_is_best(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("best", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_best_model_comes_back_with_all_that_belongs_to_it(
+def test_the_best_model_is_restored_with_its_state(
     best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of its own stage: the weights, widths, output factor and averages of its checkpoint, finished."""
+    """At its own stage: the weights, widths, output factor and averages of its checkpoint, finished."""
     one_loss_is_best(best, monkeypatch)
     each = {"save_strategy": "epoch", "eval_strategy": "epoch"}
     with caplog.at_level(logging.WARNING):
@@ -205,7 +205,7 @@ def one_rank(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow  # half a minute; test_loops_of_libraries.py has two processes
 def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(cli: CommandLine, tmp_path: Path) -> None:
-    """The Trainer's own wrapper is renewed after events, also after a checkpoint has brought its widths."""
+    """The Trainer's wrapper is rebuilt after events, also after a checkpoint has changed the widths."""
     offer_port(tmp_path)
     cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
@@ -226,7 +226,7 @@ def test_resuming_into_another_folder_needs_the_checkpoints_folder(whole: Any, t
             run(tmp_path / folder, whole[0] / "checkpoint-8", save_strategy="no")
 
 
-def test_a_trigger_or_settings_that_would_not_work_are_refused(tmp_path: Path) -> None:
+def test_unsupported_triggers_and_settings_raise_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the Trainer knows only epochs and steps"):
         Growth(trigger=At({0: 0.5, 1: 1.0}, unit="cost"))
     with pytest.raises(UserError, match="restore_callback_states_from_checkpoint"):

@@ -25,7 +25,7 @@ def trained(
     make: type[Any] = InOrder,
     **settings: Any,
 ) -> Any:
-    """Return the Trainer that has trained the model, quietly and on the CPU, from a checkpoint if one is given."""
+    """Train the model quietly on the CPU, from a checkpoint if one is given, and return the Trainer."""
     quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
     arguments = transformers.TrainingArguments(str(folder), **{**quiet, **settings})
     trainer = make(model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))

@@ -139,7 +139,7 @@ class Loop:
         return [*(t.tolist() for t in tensors), state["param_groups"], events, self.grower.state.as_dict()]
 
 
-def test_equals_the_loop_by_hand_bit_for_bit() -> None:
+def test_grower_equals_a_handwritten_loop_bit_for_bit() -> None:
     network, method = mlp(), VarianceTransfer(noise_std=1e-3)
     graph = trace(network, PROBE)
     schedule = make_schedule(EPOCHS, 8, epochs=[1, 2, 1], widths=[0.5, 0.75, 1.0])
@@ -167,7 +167,7 @@ def test_equals_the_loop_by_hand_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("network", [mlp, normed, recurrent])
-def test_function_stays_at_every_event_and_in_the_plain_network_at_the_end(network) -> None:
+def test_outputs_stay_the_same_at_events_and_after_finish(network) -> None:
     loop = Loop(network=network, method=VarianceTransfer())
     for epoch in range(EPOCHS):
         loop.train(epoch * STEPS)
@@ -227,7 +227,7 @@ def hyperfan(sharing: str) -> Hyperfan:
         ("momentum", mlp, partial(hyperfan, "chunk"), (2, STEPS + 1)),
     ],
 )
-def test_resumed_at_any_step_it_is_the_uninterrupted_run(kind, network, method, steps) -> None:
+def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(kind, network, method, steps) -> None:
     """With an average, whose tensors are compared too."""
 
     def made() -> Loop:
@@ -308,7 +308,7 @@ def test_a_deep_copy_trains_independently(make, optimizer_first: bool) -> None:
     assert loop.everything() == untouched
 
 
-def test_a_state_dict_brings_widths_ages_and_multipliers() -> None:
+def test_a_state_dict_restores_widths_ages_and_multipliers() -> None:
     wide, narrow = Loop().train(), Loop()
     weight = narrow.network[3].weight
     narrow.network.load_state_dict(wide.network.state_dict(), strict=True)
@@ -403,7 +403,7 @@ def test_gradient_scaling_and_clipping_work_across_events() -> None:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_that_are_being_accumulated_become_the_grown_networks(sparse: bool) -> None:
+def test_accumulated_gradients_grow_with_the_network(sparse: bool) -> None:
     torch.manual_seed(0)
     first = nn.Embedding(11, 8, sparse=True) if sparse else nn.Linear(6, 8)
     network = nn.Sequential(first, nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
@@ -462,7 +462,7 @@ def test_hooks_of_parts_are_called_in_order() -> None:
         (At({0: {"0": 3, "3": 4}, 2: {"3": 8}, 3: 1.0}), [{"epoch": 0}, {"epoch": 2}]),
     ],
 )
-def test_moments_are_epochs_steps_or_cost(trigger, moments) -> None:
+def test_triggers_count_epochs_steps_or_cost(trigger, moments) -> None:
     grower = Grower(mlp(), PROBE, method=PairGrowth(), trigger=trigger)
     assert [len(grower.step(**moment)) for moment in moments] == [0, 1]
     assert grower.step(**moments[-1]) == []
@@ -509,7 +509,7 @@ def test_a_network_loaded_and_finished_in_inference_mode_can_train(network) -> N
     assert all(torch.equal(tensor, after[1][name]) for name, tensor in after[0].items())
 
 
-def test_moments_of_any_number_type_are_in_a_checkpoint_of_plain_ones(tmp_path: Path) -> None:
+def test_times_of_any_number_type_are_saved_as_plain_numbers(tmp_path: Path) -> None:
     grower = Loop().grower
     grower.step(epoch=np.int64(1), step=torch.tensor(3), cost=np.float32(0.5))
     torch.save(grower.state_dict(), tmp_path / "grower.pt")
@@ -557,7 +557,7 @@ def test_frozen_layers_stay_frozen_and_keep_their_weights() -> None:
         ([batch(0)], partial(F.cross_entropy, reduction="none"), r"a single number, not of the shape \[8\]"),
     ],
 )
-def test_a_method_that_looks_at_data_needs_some_and_else_nothing_has_grown(batches, loss, told) -> None:
+def test_a_data_driven_method_without_data_raises_an_error_before_growth(batches, loss, told) -> None:
     loop = Loop(method=GradMax(fallback="pairs"), trigger={0: 0.5, 1: 1.0})
     before = loop.everything()
     if batches is not None:
@@ -780,7 +780,7 @@ def test_a_grower_is_not_pickled() -> None:
 
 
 @pytest.mark.parametrize("anneal_steps", [1, 3])
-def test_norms_are_plain_after_so_many_steps(anneal_steps: int) -> None:
+def test_norms_are_plain_after_anneal_steps(anneal_steps: int) -> None:
     loop = Loop(network=normed, trigger={0: 0.5, 1: 1.0}, anneal_steps=anneal_steps)
     left = []
     for done in range(STEPS, STEPS + 4):
@@ -909,7 +909,7 @@ def test_step_without_the_triggers_unit_raises_an_error(unit: str) -> None:
     assert grower.step(step=3) == []
 
 
-def test_stages_that_become_narrower_are_refused_before_training() -> None:
+def test_shrinking_stages_raise_an_error_before_training() -> None:
     # One stage needs no moments.
     assert Grower(plain(), torch.randn(4, 6), method=PairGrowth(), trigger={0: 0.5}).step() == []
     with pytest.raises(

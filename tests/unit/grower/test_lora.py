@@ -165,7 +165,7 @@ def test_a_warning_names_new_projections_that_can_never_learn(caplog: pytest.Log
 @pytest.mark.parametrize(
     "settings", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=["dora", "modules_to_save"]
 )
-def test_adapters_that_cannot_grow_are_refused(settings: dict[str, Any]) -> None:
+def test_unsupported_adapters_raise_errors(settings: dict[str, Any]) -> None:
     small = adapted(llama(), **settings)
     with pytest.raises(UserError, match="which no widths of PeftModel give"):
         Grower.from_trained(small, adapted(llama(16), **settings), {"input_ids": TOKENS}, verbose=False)
@@ -259,7 +259,7 @@ def test_several_adapters_grow_while_all_are_active() -> None:
         assert relative_error(output(small), output(copy.deepcopy(model).merge_and_unload())) < EXACT
 
 
-def test_adapters_alone_are_no_trained_network() -> None:
+def test_a_folder_of_adapters_alone_raises_an_error() -> None:
     with pytest.raises(UserError, match=r"PeftModel cannot be loaded from .* alone; give a network"):
         from growlab.frontends.common import trained as of_folder
 

@@ -600,7 +600,7 @@ def test_unsupported_methods_and_parts_raise_errors_at_once(case: str, mesh: Any
         Grower(network, X, **about)
 
 
-def test_optimizers_with_regions_and_averages_are_refused(mesh: Any) -> None:
+def test_optimizers_with_regions_and_averages_raise_errors(mesh: Any) -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     average = copy.deepcopy(network)
     grower = Grower(network, X, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, shard=fully_shard)

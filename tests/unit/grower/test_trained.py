@@ -206,7 +206,7 @@ def test_training_continues_as_the_small_network_would_have() -> None:
 
 
 @pytest.mark.parametrize(("layers", "kept"), [([0, 3], [0, 3]), pytest.param("end", [0, 1], marks=pytest.mark.slow)])
-def test_layers_come_in_where_they_are_asked_for(layers: Any, kept: list[int]) -> None:
+def test_layers_are_inserted_at_the_given_positions(layers: Any, kept: list[int]) -> None:
     small, _ = trained(llama, TEXT)
     wide = llama(16, 4)
     grower = Grower.from_trained(small, wide, TEXT, layers=layers)
@@ -231,7 +231,7 @@ def test_equal_copies_cause_a_warning(method: Any, width: int, warns: bool, capl
 
 
 @pytest.mark.parametrize("method", [VarianceTransfer(), pytest.param(Net2Net(), marks=pytest.mark.slow)])
-def test_a_stream_that_plain_normalisations_would_change_is_refused(method: Any) -> None:
+def test_inexact_growth_of_a_normalised_stream_raises_an_error(method: Any) -> None:
     small, optimizer = trained(llama, TEXT)
     # Not a whole factor for Net2Net.
     wide = llama(24 if isinstance(method, Net2Net) else 32, 2)
@@ -265,7 +265,7 @@ def test_from_trained_rejects_invalid_arguments(wide: Any, arguments: dict[str, 
     assert message in str(error.value)
 
 
-def test_a_wider_network_is_refused() -> None:
+def test_a_small_network_wider_than_the_large_one_raises_an_error() -> None:
     small, _ = trained(residual, IMAGES)
     with pytest.raises(UserError, match="wider than Residual"):
         Grower.from_trained(small, residual(8, 2), IMAGES)
@@ -336,7 +336,7 @@ def test_networks_of_stages_become_deeper_in_each_of_them() -> None:
         growlab.enlarge(swin, width=2, example=x)
 
 
-def test_enlarge_fills_the_large_network_that_it_is_given() -> None:
+def test_enlarge_fills_the_given_large_network() -> None:
     network, larger = perceptron(8), perceptron(16)
     result, _ = growlab.enlarge(network, wide=larger, example=X[:5])
     assert result is larger and torch.allclose(network(X), larger(X), rtol=1e-12)
@@ -389,7 +389,7 @@ def test_newborn_entries_have_their_own_age_after_a_state_of_torch(steps: int) -
     assert torch.allclose(moved, torch.full_like(moved, 1e-3), rtol=1e-2)
 
 
-def test_a_vocabulary_that_is_resized_under_the_grower_is_refused() -> None:
+def test_resizing_the_vocabulary_without_the_grower_raises_an_error() -> None:
     small, optimizer = trained(llama, TEXT)
     wide = llama(32, 2)
     grower = Grower.from_trained(small, wide, TEXT, optimizer=optimizer)
@@ -436,7 +436,7 @@ def test_a_factor_that_code_computes_from_the_width_moves_into_weights_and_momen
     assert len(grower.events) == 1
 
 
-def test_width_and_depth_grow_apart() -> None:
+def test_width_and_depth_grow_separately() -> None:
     small, optimizer = trained(residual, IMAGES)
     wide = residual(32, 4)
     trigger = {1: {"width": 1.0}, 2: {"depth": 0.5}, 3: {"depth": 1.0}}

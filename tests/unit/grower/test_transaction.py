@@ -241,7 +241,7 @@ def test_each_kind_of_fault(kind: str, small: int) -> None:
     training.steps(2)
 
 
-def test_hooks_of_the_user_and_what_comes_behind_the_events() -> None:
+def test_failures_in_user_hooks_and_in_then_undo_events() -> None:
     training = Training()
     before = training.everything()
     averages: Any = training.grower.parts[0]
@@ -282,7 +282,7 @@ def test_an_average_that_cannot_follow_undoes_the_event_of_the_network() -> None
     assert changed == []
 
 
-def test_refused_state_leaves_the_clock_where_it_was() -> None:
+def test_a_failed_step_leaves_the_clock_unchanged() -> None:
     training = Training()
     training.optimizer.inner.state[training.network.first.weight]["odd"] = torch.zeros(7)
     training.grower.follow(training.optimizer, state="inherit")

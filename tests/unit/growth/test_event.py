@@ -225,7 +225,7 @@ def test_numbers_depend_on_seed_stage_and_name():
     assert len({tuple(draw(*key)) for key in [(0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b"), (0, 11, "")]}) == 5
 
 
-def test_an_output_without_a_tensor_is_refused():
+def test_an_output_without_a_tensor_raises_an_error():
     with pytest.raises(UserError, match="the network returns dict without a tensor"):
         main_output({"loss": None, "rows": []})
 
@@ -285,7 +285,7 @@ def test_folding_the_factor_through_a_residual_output():
     assert all(a is b for a, b in zip(network.parameters(), parameters, strict=True))
 
 
-def test_a_factor_that_no_layer_can_take_is_refused():
+def test_a_factor_that_no_layer_can_absorb_raises_an_error():
     network = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     graph = trace(network, torch.randn(2, 4))
     fold_output_factor(network, graph, 1.0)

@@ -124,7 +124,7 @@ def test_new_channels_behind_a_relu_learn(bias: bool, sign: float) -> None:
     assert bool((slope[old:].flatten(1).norm(dim=1) > 0).all())
 
 
-def test_a_network_without_gradients_is_refused() -> None:
+def test_a_network_without_gradients_raises_an_error() -> None:
     run = started(mlp(nn.ReLU()), (5,), GradMax())
     with torch.no_grad():
         run.network[2].bias.fill_(-1e3)
@@ -132,7 +132,7 @@ def test_a_network_without_gradients_is_refused() -> None:
         run.grow({"0": 6})
 
 
-def test_channels_that_no_gradient_reaches_are_refused() -> None:
+def test_channels_without_gradient_raise_an_error() -> None:
     """An activation that is flat around 0."""
     late = Around(lambda net, x: net.last(nn.functional.softshrink(net.first(x))), first=[5, 6], last=[6, 3])
     with pytest.raises(UserError, match="GradMax cannot grow first: the gradient"):
@@ -188,7 +188,7 @@ def test_behind_a_norm_per_sample_outgoing_weights_are_zero(norm: nn.Module) -> 
     assert not run.network[5].weight[:, 3:].any() and run.network[0].weight[3:].all()
 
 
-def test_new_channels_without_a_gradient_are_refused() -> None:
+def test_new_channels_without_a_gradient_raise_an_error() -> None:
     case = NETWORKS["gated"]
     run = started(case.make(), case.input_shape, GradMax())
     with pytest.raises(UserError, match=r"GradMax cannot grow both: the gradient .* set fallback='pairs'"):
@@ -199,7 +199,7 @@ def test_new_channels_without_a_gradient_are_refused() -> None:
     assert event.parity_error_eval < 1e-12
 
 
-def test_channels_that_are_not_zero_are_refused_by_the_layer_s_name() -> None:
+def test_channels_that_are_not_zero_raise_an_error_with_the_layers_name() -> None:
     run = started(mlp(nn.Sigmoid()), (5,), GradMax())
     with pytest.raises(UserError, match="GradMax cannot grow 2: behind 2 its channels are not zero where the"):
         run.grow({"2": 5})
@@ -308,7 +308,7 @@ def test_without_data_and_by_nothing() -> None:
     assert Growing.grow(run, {}).replaced == {}
 
 
-def test_widths_that_it_cannot_grow_through_are_refused_before_training() -> None:
+def test_unsupported_width_groups_raise_an_error_before_training() -> None:
     class WidensItself(Part):
         groups = ("0",)
 

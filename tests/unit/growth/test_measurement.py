@@ -130,14 +130,14 @@ def test_flops_are_torchs_and_its_table_of_formulas_is_where_it_is_read() -> Non
     assert data.cost.samples == len(x) and data.cost.held_bytes >= x.nbytes
 
 
-def test_a_loss_that_is_not_finite_is_refused() -> None:
+def test_a_loss_that_is_not_finite_raises_an_error() -> None:
     run = started(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), (4,), GradMax())
     run.batches[1][0][0] = float("nan")
     with pytest.raises(UserError, match="NaN or infinite; lower the learning rate"):
         run.grow({"0": 4})
 
 
-def test_missing_second_derivatives_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_second_derivatives_raise_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     network = nn.Sequential(nn.Linear(4, 5), nn.SyncBatchNorm(5), nn.ReLU(), nn.Linear(5, 3))
     run = started(network, (4,), GradMax(), num_batches=1)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)

@@ -272,7 +272,7 @@ class Halving(PairGrowth):
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_factor_that_could_not_be_folded_is_refused_before_training(end: str) -> None:
+def test_a_factor_that_cannot_be_folded_raises_an_error_before_training(end: str) -> None:
     network, graph, _ = copy.deepcopy(made(end))
     widths = dict.fromkeys(graph.groups, 4)
     method = Halving()

@@ -170,7 +170,7 @@ def check_sound(name: str, dtype: torch.dtype, batch: int, steps: int, seed: int
         *(("resnet", torch.float64, 8, 20, 0), ("resnet", torch.float32, 2, 3, 0)),
     ],
 )
-def test_no_sound_event_is_stopped(name: str, batch: int, steps: int, dtype: torch.dtype, seed: int) -> None:
+def test_correct_events_pass(name: str, batch: int, steps: int, dtype: torch.dtype, seed: int) -> None:
     check_sound(name, dtype, batch, steps, seed)
 
 
@@ -178,7 +178,7 @@ def test_no_sound_event_is_stopped(name: str, batch: int, steps: int, dtype: tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("batch", "steps"), [(2, 5), (2, 100), (16, 5), (16, 100)])
 @pytest.mark.parametrize("name", SOUND)
-def test_no_sound_event_of_many_runs_is_stopped(name: str, batch: int, steps: int, dtype: torch.dtype) -> None:
+def test_correct_events_pass_in_many_runs(name: str, batch: int, steps: int, dtype: torch.dtype) -> None:
     for seed in range(25):
         check_sound(name, dtype, batch, steps, seed)
 
@@ -267,13 +267,13 @@ def test_errors_as_large_as_rounding_every_weight_are_allowed(size):
 
 
 @pytest.mark.parametrize("size, wrong", [(1.0, 1.0005), (1e4, 1.05)])
-def test_a_broken_rule_is_no_rounding(size, wrong):
+def test_a_broken_rule_is_not_mistaken_for_rounding(size, wrong):
     with pytest.raises(ParityError, match="changed the output"):
         difference(size, Broken(lambda w: w * wrong)).grow()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_it_is_measured_by_the_network_itself_which_stays_as_it_is(dtype):
+def test_rounding_is_measured_on_the_network_and_leaves_it_unchanged(dtype):
     ratios = []
     for size in (1.0, 1e4):
         network = difference(size, PairGrowth()).network.to(dtype)

@@ -120,7 +120,7 @@ def test_gradients_behind_an_event_are_those_of_the_function(method: Any, how: s
         (lambda: Bare("weight", False), r"torch\.utils\.checkpoint"),
     ],
 )
-def test_weights_that_would_have_other_gradients_are_refused_before_training(middle: Any, code: str) -> None:
+def test_recomputed_weights_with_wrong_gradients_raise_an_error_before_training(middle: Any, code: str) -> None:
     told = rf"2\.weight is used inside {code}, .* set layer_multipliers=False"
     made = network(middle())
     before, optimizer = dict(made.named_parameters()), torch.optim.SGD(made.parameters(), lr=0.1)
@@ -195,7 +195,7 @@ def test_channels_normalised_inside_a_checkpoint_keep_their_width(how: str, meth
 
 
 @pytest.mark.parametrize("what", ["1", "2"])
-def test_copies_that_data_parallel_makes_are_refused(what: str) -> None:
+def test_data_parallel_raises_an_error(what: str) -> None:
     """As `nn.DataParallel` makes them for each of its devices, of which this machine has none."""
     torch.manual_seed(0)
     layers = (nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3))

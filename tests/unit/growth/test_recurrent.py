@@ -211,7 +211,7 @@ class States(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["attribute", "module", "parameter", "computed"])
-def test_first_states_of_the_networks_own_grow_along(where: str) -> None:
+def test_initial_states_that_the_network_creates_grow(where: str) -> None:
     torch.manual_seed(0)
     network, x = States(where).double(), torch.randn(2, 6, 3, dtype=torch.float64)
     grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 0.75, 2: 1.0})
@@ -235,7 +235,7 @@ def test_first_states_of_the_networks_own_grow_along(where: str) -> None:
         ("none", {"proj_size": 4}, "a recurrent layer (LSTM) that projects its hidden state keeps its width"),
     ],
 )
-def test_hidden_channels_that_cannot_grow_stay_and_say_why(where, settings, reason) -> None:
+def test_hidden_channels_that_cannot_grow_have_a_reason(where, settings, reason) -> None:
     network, x = States(where, **settings), torch.randn(2, 6, 3)
     graph = trace(network, (x, torch.randn(1, 2, 8)) if where == "input" else x)
     assert graph.fixed["rnn"].startswith(reason)
@@ -280,7 +280,7 @@ def test_splits_change_the_loss_as_predicted(make: Callable[..., GrowthMethod], 
     assert predicted < 0 and changed == pytest.approx(predicted, rel=0.1)
 
 
-def test_methods_that_cannot_measure_a_recurrent_layer_say_so() -> None:
+def test_methods_that_cannot_measure_a_recurrent_layer_raise_an_error() -> None:
     def event(method: GrowthMethod) -> Any:
         run = sequences("ReLU", method, num_layers=1)
         return run.grow(run.graph.full_widths)[0]

@@ -192,7 +192,7 @@ def test_measurements_do_not_depend_on_the_eps_of_norms(make) -> None:
     torch.testing.assert_close(*products, rtol=1e-3, atol=1e-6)
 
 
-def test_an_instance_norm_that_reads_something_unknown_is_refused() -> None:
+def test_an_instance_norm_with_unknown_input_raises_an_error() -> None:
     """It is called by a module which computes something before it."""
     inside = Around(
         lambda net, x: F.instance_norm(x * net.scale, weight=net.weight),
@@ -202,7 +202,7 @@ def test_an_instance_norm_that_reads_something_unknown_is_refused() -> None:
         started(normed(inside), (2, 6, 6), Tiny()).grow({"0": 5})
 
 
-def test_shared_channels_are_refused_and_may_grow_by_pairs() -> None:
+def test_shared_channels_raise_an_error_or_grow_by_pairs() -> None:
     run = started(Residual(), (2, 5, 5), Tiny())
     told = "Tiny cannot grow stem: its channels are put out by stem, back, not one layer; set fallback='pairs'"
     with pytest.raises(UserError, match=told):

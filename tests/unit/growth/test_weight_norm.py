@@ -236,7 +236,7 @@ def residual(norm: Callable[..., nn.Module], dim: int | None) -> nn.Module:
 @pytest.mark.parametrize("start", ["zero", "stack"])
 @pytest.mark.parametrize("dim", [0, 1, None])
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_blocks_come_in_exactly_and_learn(spelling: str, dim: int | None, start: Any) -> None:
+def test_blocks_are_inserted_exactly_and_learn(spelling: str, dim: int | None, start: Any) -> None:
     torch.manual_seed(0)
     norm, _ = SPELLINGS[spelling]
     ends = nn.Conv1d(3, 8, 3), (nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 4))

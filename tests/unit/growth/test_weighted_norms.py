@@ -237,7 +237,7 @@ def test_copies_states_and_tensors_bring_weights_and_multipliers(name: str, meth
 
 
 @pytest.mark.parametrize("entries", ["channel_weights", "growth_multipliers"])
-def test_weights_and_multipliers_of_another_width_are_refused(entries: str) -> None:
+def test_weights_and_multipliers_of_another_width_raise_errors(entries: str) -> None:
     run, wider = (growing("transformer", VarianceTransfer(), part) for part in (0.7, 1.0))
     other = wider.network.state_dict()
     saved = {n: other[n] if n.endswith(entries) else tensor for n, tensor in run.network.state_dict().items()}

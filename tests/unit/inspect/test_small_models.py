@@ -48,7 +48,7 @@ def test_a_model_of_text_grows_whole_and_exactly(name: str, method: str, share: 
 
 
 @pytest.mark.parametrize("name, reason", [("autoformer", "prediction_length")])
-def test_a_type_that_cannot_be_made_small_is_refused(name: str, reason: str) -> None:
+def test_a_type_that_cannot_be_made_small_raises_an_error(name: str, reason: str) -> None:
     with pytest.raises(UserError, match=f"no small sizes for the model type '{name}'.*{reason}.*write a factory"):
         small_model(name)
 

@@ -360,7 +360,7 @@ def test_parameters_in_an_optimizers_own_lists_are_exchanged(hold: str, in_group
         *("in one tensor", "in one tensor, in a dictionary"),
     ],
 )
-def test_containers_that_would_not_fit_are_refused_before_the_network_grows(
+def test_containers_that_do_not_fit_raise_an_error_before_growth(
     hold: Callable[[list[nn.Parameter]], Any],
 ) -> None:
     model = network()
@@ -374,7 +374,7 @@ def test_containers_that_would_not_fit_are_refused_before_the_network_grows(
     assert model[0].weight.shape == (4, 4)
 
 
-def test_new_parameters_are_refused_if_an_optimizer_keeps_lists() -> None:
+def test_new_parameters_raise_an_error_if_an_optimizer_keeps_lists() -> None:
     model = network()
     past = dict(model.named_parameters())
     now = {**past, "4.weight": nn.Parameter(torch.ones(3))}

@@ -93,7 +93,7 @@ def test_defaults_are_the_papers():
     assert default_inheritance(Adam(weight)) == default_inheritance(torch.optim.RMSprop(weight)) == "inherit"
 
 
-def test_running_means_of_gradients_are_first_moments_alone():
+def test_running_gradients_are_first_moments_only():
     run = Run(lambda p: Adam(p, 0.01), PairGrowth()).steps(2)
     found = running_gradients(run.optimizer)
     assert {id(p) for p in found} == {id(p) for p in run.network.parameters()}
@@ -432,7 +432,7 @@ class TestForgotten:
             run.grow()
         run.steps(1)
 
-    def test_other_networks_and_their_optimizers_are_left_alone(self):
+    def test_other_networks_and_their_optimizers_are_unchanged(self):
         run, other = (Run(lambda p: torch.optim.SGD(p, lr=0.1), PairGrowth()) for _ in "ab")
         run.grow()
         other.steps(1)

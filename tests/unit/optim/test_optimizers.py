@@ -487,7 +487,7 @@ def test_optimizers_reject_arguments_out_of_range(options, message):
         trained(lambda p: Muon(p, **options), steps=0)
 
 
-def test_what_cannot_have_rates_is_refused():
+def test_unsupported_parameters_regions_and_bounds_raise_errors():
     with pytest.raises(RuntimeError, match="complex"):
         trained(lambda p: Muon(p), dtype=torch.complex64, steps=1)
     params = parameters()

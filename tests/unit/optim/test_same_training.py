@@ -120,7 +120,7 @@ def test_the_outputs_factor_that_is_folded_divides_moments() -> None:
         torch.testing.assert_close(state["exp_avg_sq"], 0.001 * now.square())
 
 
-def test_state_that_cannot_follow_a_weight_of_the_same_shape_is_refused_before_anything_has_grown() -> None:
+def test_state_that_cannot_follow_a_weight_of_the_same_shape_raises_an_error_before_growth() -> None:
     grower, x = planted(VarianceTransfer())
     optimizer = torch.optim.Adafactor([grower.network.get_parameter("c.weight")])
     grower.follow(optimizer, state="inherit")
@@ -236,7 +236,7 @@ def test_state_of_missing_parameters_is_ignored() -> None:
     assert whole[0].weight not in other.state and whole[0].bias in other.state
 
 
-def test_another_optimizer_or_shape_is_refused_and_nothing_is_changed() -> None:
+def test_another_optimizer_or_shape_raises_an_error_and_changes_nothing() -> None:
     whole = network(0)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
     train(whole, optimizer, range(2))
@@ -251,7 +251,7 @@ def test_another_optimizer_or_shape_is_refused_and_nothing_is_changed() -> None:
     assert not other.state
 
 
-def test_state_that_no_file_of_weights_holds_is_refused() -> None:
+def test_optimizer_state_with_arbitrary_objects_raises_an_error() -> None:
     whole = network(0)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     optimizer.state[whole[0].weight]["history"] = object()

@@ -171,7 +171,7 @@ def test_blocks_come_evenly_and_are_as_old_as_they_are() -> None:
     assert regions["layers.1.0.conv1.weight"].stages.tolist() == [0]
 
 
-def test_a_block_that_cannot_come_in_is_taken_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_whose_insertion_fails_is_removed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An insertion that changes the outputs, and one whose block to copy is missing."""
     for start, error, message in (
         ("zero", ParityError, r"the block layers\.0\.2 .* taken out again"),
@@ -208,10 +208,10 @@ def wide_first() -> nn.Module:
         (resnet, IMAGES, "layers.0.2", "identity", "it has a residual branch, for which there is start='zero'"),
         (wide_first, SAMPLES, "2", "gstack", "no block of the same shapes comes before it to copy"),
         (transformer, SAMPLES, "1", "gstack", "no block of the same shapes comes before it to copy"),
-        (transformer, SAMPLES, "2.up", "identity", r"2\.up puts out \[64, 12\] where \[64, 10\] goes in|it puts out"),
+        (transformer, SAMPLES, "2.up", "identity", r"2\.up maps shape \[64, 10\] to \[64, 12\]|it maps shape"),
     ],
 )
-def test_blocks_that_cannot_come_in_later_are_refused(
+def test_blocks_that_cannot_be_inserted_later_raise_errors(
     make: Any, x: Tensor, block: str, start: str, message: str
 ) -> None:
     network = make()
@@ -219,7 +219,7 @@ def test_blocks_that_cannot_come_in_later_are_refused(
         Blocks(network, trace(network, x), [block], start, (x,))
 
 
-def test_blocks_whose_weights_are_computed_from_others_are_refused() -> None:
+def test_blocks_with_computed_weights_raise_errors() -> None:
     network = nn.Sequential(nn.Linear(20, 8), *(Residual(8, 12) for _ in range(3)), nn.Linear(8, 3)).double()
     nn.utils.parametrizations.orthogonal(network[2].up)
     with pytest.raises(UserError, match=r"those of 2\.up are computed from others"):
@@ -362,7 +362,7 @@ def test_blocks_that_were_loaded_are_trained_once_the_optimizer_has_a_state_of_t
     ],
     ids=str,
 )
-def test_blocks_come_in_exactly_while_any_method_widens(method: GrowthMethod, start: str) -> None:
+def test_blocks_are_inserted_exactly_while_any_method_widens(method: GrowthMethod, start: str) -> None:
     run = Loop(OPTIMIZERS["momentum"], lambda: layer_normed().double(), parts=[Depth(start=start)], method=method)
     run.grower.provide(lambda number: [batch(n, torch.float64) for n in range(number)], F.cross_entropy)
     run.train()

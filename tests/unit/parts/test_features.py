@@ -444,7 +444,7 @@ def test_the_trainer_saves_plain_models_while_features_arrive(tmp_path: Path) ->
     ],
     ids=["norm", "mean", "softmax", "first", "number"],
 )
-def test_features_read_by_more_than_weights_are_refused(also: Any, reason: str) -> None:
+def test_features_used_by_more_than_weights_raise_an_error(also: Any, reason: str) -> None:
     network = Around(also, network=mlp(), norm=nn.LayerNorm(10))
     with pytest.raises(UserError) as raised:
         Grower(network, columns().float(), trigger=STAGES, parts=[Features(COUNTS)])
@@ -471,14 +471,14 @@ def test_features_rejects_invalid_counts(counts: Any) -> None:
         ({}, "the example has no floating-point tensor"),
     ],
 )
-def test_inputs_without_such_features_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_unsupported_inputs_raise_errors(settings: dict[str, Any], message: str) -> None:
     embedding = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
     network, x = (mlp(), columns().float()) if settings else (embedding, torch.arange(8))
     with pytest.raises(UserError, match=message):
         Grower(network, x, trigger=STAGES, parts=[Features(COUNTS, **settings)])
 
 
-def test_a_batch_with_too_few_or_too_many_features_is_refused() -> None:
+def test_a_batch_with_too_few_or_too_many_features_raises_an_error() -> None:
     loop = Loop()
     for count in (3, 11):
         with pytest.raises(UserError, match=rf"a batch has {count} features .* Sequential takes 4 of 10"):

@@ -284,7 +284,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "start"), CASES)
-def test_blocks_are_found_and_come_in_exactly(name: str, start: str) -> None:
+def test_blocks_are_found_and_inserted_exactly(name: str, start: str) -> None:
     make, x, number, first = FOUND[name]
     network, inputs = made(make, x)
     known = {key: tensor.shape for key, tensor in network.state_dict().items()}
@@ -306,23 +306,23 @@ def test_blocks_are_found_and_come_in_exactly(name: str, start: str) -> None:
 
 
 STAYS: dict[str, tuple[Callable[[], nn.Module], Tensor, str, str]] = {
-    "post-norm": (post_norm, SAMPLES, "zero", "no sum at its end hands its input on: .* NativeLayerNorm"),
+    "post-norm": (post_norm, SAMPLES, "zero", "no sum at its end passes its input on: .* NativeLayerNorm"),
     "norms apart": (norms_apart, SAMPLES, "zero", r"nothing would be learnt in norms\.\d\.weight without it"),
     "one block three times": (one_block_thrice, SAMPLES, "zero", "it runs 3 times in a forward pass"),
     "what would be zero is shared": (
         *(lambda: SharedWeight("scale"), SAMPLES, "zero"),
         r"would begin with other values of one\.scale, which other modules share",
     ),
-    "side by side": (parallel, SAMPLES, "zero", r"it does not take what branches\.0 puts out"),
+    "side by side": (parallel, SAMPLES, "zero", r"its input is not the output of branches\.0"),
     "a residual for identity": (Siblings, SAMPLES, "identity", "it has a residual branch"),
     "layers for zero": (layers, SAMPLES, "zero", "finds no modules of one kind"),
-    "densenet": (torchvision("densenet121"), IMAGES, "zero", r"puts out \[2, 32, 8, 8\] where \[2, 64, 8, 8\]"),
-    "shufflenet": (torchvision("shufflenet_v2_x0_5"), IMAGES, "zero", "its output comes out of Cat"),
+    "densenet": (torchvision("densenet121"), IMAGES, "zero", r"maps shape \[2, 64, 8, 8\] to \[2, 32, 8, 8\]"),
+    "shufflenet": (torchvision("shufflenet_v2_x0_5"), IMAGES, "zero", "its output is that of Cat"),
     "transformers BERT": (
         of_transformers("BertModel", "BertConfig", vocab_size=50),
         TOKENS,
         "zero",
-        "no sum at its end hands its input on: .* NativeLayerNorm",
+        "no sum at its end passes its input on: .* NativeLayerNorm",
     ),
     "transformers ALBERT": (
         of_transformers("AlbertModel", "AlbertConfig", vocab_size=50, embedding_size=16),
@@ -341,7 +341,7 @@ def test_blocks_that_are_not_found_are_named_with_the_reason(name: str) -> None:
         Blocks(make(), no_widths(), None, start, (x,))
 
 
-def test_a_whole_copy_goes_into_a_post_norm_network_and_says_that_it_changes_it() -> None:
+def test_gstack_changes_a_post_norm_network_and_reports_it() -> None:
     network, inputs = made(post_norm, SAMPLES)
     blocks = Blocks(network, no_widths(), None, "gstack", inputs)
     assert list(blocks.blocks) == ["layers.1", "layers.2"]
@@ -365,7 +365,7 @@ def test_a_whole_copy_goes_into_a_post_norm_network_and_says_that_it_changes_it(
     ],
     ids=["list of layers", "convolutions", "vgg"],
 )
-def test_layers_without_a_residual_begin_as_the_identity(
+def test_layers_without_a_residual_start_as_the_identity(
     make: Callable[[], nn.Module], x: Tensor, names: list[str]
 ) -> None:
     network, inputs = made(make, x)
@@ -385,7 +385,7 @@ def test_a_branch_that_the_network_adds_is_left_out_as_nothing() -> None:
     assert torch.allclose(network(*inputs), network.last(x + 0.5 * network.whatever[0](x)), rtol=1e-12)
 
 
-def test_looking_for_blocks_leaves_the_network_alone() -> None:
+def test_finding_blocks_leaves_the_network_unchanged() -> None:
     torch.manual_seed(0)
     network = Added().requires_grad_(False).train()
     before = copy.deepcopy(network.state_dict())
@@ -409,19 +409,19 @@ def added() -> tuple[nn.Module, tuple[Tensor]]:
 def test_the_report_of_a_network_lists_its_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     assert widths_command(["tests.unit.parts.test_finding:added", "--methods", "pairs"]) == 0
     assert (
-        "depth 3 of 4 Sequential (whatever.1, whatever.2, whatever.3) may come in later, exactly with start=zero or "
-        "stack" in " ".join(capsys.readouterr().out.split())
+        "depth 3 of 4 Sequential (whatever.1, whatever.2, whatever.3) may be inserted later, exactly with start=zero "
+        "or stack" in " ".join(capsys.readouterr().out.split())
     )
 
 
 def test_examine_reports_blocks_and_why_others_stay() -> None:
     torch.manual_seed(0)
     assert Depth.examine(layers(), (SAMPLES,)) == [
-        "3 of 4 Linear (hidden.1, hidden.2, hidden.3) may come in later, exactly with start=identity"
+        "3 of 4 Linear (hidden.1, hidden.2, hidden.3) may be inserted later, exactly with start=identity"
     ]
     (line,) = Depth.examine(post_norm(), (SAMPLES,))
-    assert line.startswith("layers.1, layers.2 cannot be left out: no sum at its end hands its input on")
+    assert line.startswith("layers.1, layers.2 cannot be left out: no sum at its end passes its input on")
     assert Depth.examine(nn.Linear(8, 4), (SAMPLES,)) == ["no modules of one kind in a row"]
     lines = Depth.examine(torchvision("resnet18")(), (IMAGES,))
-    assert lines[0] == "1 of 2 BasicBlock (layer1.1) may come in later, exactly with start=zero or stack"
-    assert lines[1] == "1 of 2 BasicBlock (layer2.1) may come in later, exactly with start=zero or stack"
+    assert lines[0] == "1 of 2 BasicBlock (layer1.1) may be inserted later, exactly with start=zero or stack"
+    assert lines[1] == "1 of 2 BasicBlock (layer2.1) may be inserted later, exactly with start=zero or stack"

@@ -83,7 +83,7 @@ def moves(network: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[s
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_newborn_entries_move_by_a_part_of_the_step_and_others_by_all_of_it(name: str) -> None:
+def test_warmup_scales_only_the_steps_of_newborn_entries(name: str) -> None:
     wide, optimizers, grower = grown(name, [Warmup(4)])
     twin, others, _ = grown(name, [])
     masks = grower.newborn().masks
@@ -108,7 +108,7 @@ def test_all_entries_may_warm_up_by_the_rates_of_groups() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_old_entries_stay_bit_for_bit_for_as_many_steps(name: str) -> None:
+def test_freeze_keeps_old_entries_bit_for_bit_for_its_steps(name: str) -> None:
     wide, optimizers, grower = grown(name, [Freeze(5)])
     new = grower.newborn()
     before = {key: p.detach().clone() for key, p in wide.named_parameters()}
@@ -224,7 +224,7 @@ def test_an_average_changes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("callback", ["StochasticWeightAveraging", "EMAWeightAveraging"])
-def test_averages_that_do_not_grow_are_refused(callback: str) -> None:
+def test_averages_that_do_not_grow_raise_an_error(callback: str) -> None:
     given = {"_target_": f"lightning.pytorch.callbacks.{callback}"}
     if callback.startswith("Stochastic"):
         given["swa_lrs"] = 0.1

@@ -54,7 +54,7 @@ def grown() -> tuple[nn.Module, Orthogonalised, dict[str, Tensor]]:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), strength=st.sampled_from([0.0, 0.25, 1.0]))
-def test_the_projection_is_taken_out(seed: int, strength: float) -> None:
+def test_gradients_are_projected_orthogonally(seed: int, strength: float) -> None:
     network, orthogonalised, padded = grown()
     g, pad = flat(gradients(with_random_gradients(network, seed))), flat(padded)
     orthogonalised.project(strength)
@@ -78,7 +78,7 @@ def test_the_state_goes_through_a_checkpoint() -> None:
     assert torch.equal(*results)
 
 
-def test_nothing_remembered_and_a_zero_gradient_change_nothing() -> None:
+def test_no_memory_or_a_zero_gradient_changes_nothing() -> None:
     network = with_random_gradients(nn.Linear(3, 2), 0)
     before = flat(gradients(network))
     orthogonalised = Orthogonalised(network)

@@ -88,7 +88,7 @@ def test_a_part_without_a_name_has_that_of_its_class() -> None:
         ({"_target_": f"fractions.{Fraction.__name__}"}, "makes a Fraction, not a growlab.grower.part.Part"),
     ],
 )
-def test_entries_that_make_no_part_are_refused(entry: Any, message: str) -> None:
+def test_configurations_that_are_not_parts_raise_errors(entry: Any, message: str) -> None:
     data = SimpleNamespace(parts=list)
     with pytest.raises(UserError, match=message):
         make_parts(OmegaConf.create({"x": entry}), data, At({0: 0.5, 1: 1.0}))
@@ -178,7 +178,7 @@ def copied(code: Path, *parts: str) -> None:
 
 
 @pytest.mark.parametrize("part", REMOVED)
-def test_nothing_that_stays_needs_a_part_to_be_imported(part: str) -> None:
+def test_no_other_module_imports_a_part(part: str) -> None:
     gone = {path for own in files_of(part) for path in (own, *own.rglob("*.py"))}
     lost = {name for name, path in MODULES.items() if path in gone}
     needed = {}

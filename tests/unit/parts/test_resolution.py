@@ -64,7 +64,7 @@ def grower(network: nn.Module, example: Tensor, sizes: object, **settings: objec
     return Grower(network, example, method=PairGrowth(), trigger=STAGES, parts=[Resolution(sizes)], **settings)
 
 
-def test_images_are_small_in_training_steps_alone() -> None:
+def test_images_are_small_only_in_training_steps() -> None:
     growing = grower(Seeing(small_resnet()), IMAGES, [8, 12, 16])
     network = growing.network
     for epoch, size in enumerate((8, 12, 16)):
@@ -84,7 +84,7 @@ def test_images_are_small_in_training_steps_alone() -> None:
     assert not network._forward_pre_hooks and not network._forward_pre_hooks_with_kwargs
 
 
-def test_sequences_and_their_targets_are_cut_in_training_steps_alone() -> None:
+def test_sequences_and_their_targets_are_cut_only_in_training_steps() -> None:
     growing = grower(small_gpt(), TOKENS, [4, 12])
     network = growing.network.train()
     logits = network(TOKENS)
@@ -137,7 +137,7 @@ def test_a_stage_costs_what_its_inputs_cost() -> None:
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_resumed_it_trains_like_undisturbed(epoch: int) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(epoch: int) -> None:
     def loss(network: nn.Module) -> Tensor:
         return F.cross_entropy(network(IMAGES), torch.arange(4))
 

@@ -244,7 +244,7 @@ def test_experts_cost_what_they_compute() -> None:
 
 
 @pytest.mark.parametrize(("case", "epoch"), [("timm", 1), ("transformers", 2), ("repeats", 1), ("window", 2)])
-def test_resumed_it_trains_like_undisturbed(case: str, epoch: int) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(case: str, epoch: int) -> None:
     def loss(network: nn.Module) -> Tensor:
         logits = network(inputs_of(case))
         if case in VITS:
@@ -284,7 +284,7 @@ def test_an_event_that_fails_is_undone(case: str, first: int) -> None:
         (Looped, lambda: Setting("repeats", 4), "must be a list of one value a stage"),
     ],
 )
-def test_values_that_do_not_fit_are_refused(network: Any, part: Callable[[], Part], message: str) -> None:
+def test_invalid_values_raise_errors(network: Any, part: Callable[[], Part], message: str) -> None:
     made, of_images = network(), network is not Looped
     with pytest.raises(UserError, match=message):
         Grower(made, IMAGES if of_images else TOKENS, method=PairGrowth(), trigger=STAGES[of_images], parts=[part()])

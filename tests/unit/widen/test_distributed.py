@@ -1,4 +1,4 @@
-"""A checkpoint of torch.distributed.checkpoint, read as that of a wider network: equal to a growth event."""
+"""A checkpoint of torch.distributed.checkpoint, read as that of a wider network, equals a growth event."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,8 +69,8 @@ def tensors(network: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_it_equals_a_growth_event(tied: bool, tmp_path: Path) -> None:
-    """Straight into a wider sharded network, and by way of a wider folder."""
+def test_a_widened_checkpoint_equals_a_growth_event(tied: bool, tmp_path: Path) -> None:
+    """Load directly into a wider sharded network, and through a wider folder."""
     small, optimizer = saved(tmp_path, tied)
     expected = small(X).logits.detach()
     wide = llama(2, tied)

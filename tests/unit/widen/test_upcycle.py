@@ -24,7 +24,7 @@ SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 
 
 def by_turns(kinds: Sequence[str]) -> list[Any]:
-    """Every other kind is slow."""
+    """Mark every other kind as slow."""
     return [pytest.param(kind, marks=[pytest.mark.slow] * (n % 2)) for n, kind in enumerate(kinds)]
 
 

@@ -1,4 +1,4 @@
-"""A trained network of torchvision or timm, widened: same function, same class, loaded again."""
+"""Widen a trained network of torchvision or timm: same function, same class, can be loaded again."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SIDE = "3,64,64"
 
 
 def saved(path: Path, name: str) -> nn.Module:
-    """A network with weights off where they start, its state_dict in a file."""
+    """A network with perturbed weights, and its state_dict in a file."""
     source, _, model = name.partition("/")
     if source == "timm":
         pytest.importorskip("timm")

@@ -1,4 +1,4 @@
-"""Weights of wider networks whose code multiplies what their embeddings put out."""
+"""Weights of wider networks whose code multiplies the outputs of embeddings."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from growlab.widths import layouts
 
 
 class Embedded(nn.Module):
-    """A stream that begins with embeddings times a number of the code's, as Gemma's does; the head may be the table."""
+    """A stream of embeddings times a number in the code, as in Gemma; the head may be tied to the table."""
 
     def __init__(self, width: int, times: float, tied: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Embedded(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("width", [12, 16])
 def test_a_number_of_the_codes_own_is_taken_off_the_table(tied: bool, by_code: float, width: int) -> None:
-    """Embeddings may be multiplied by more, or less, than the stream that they begin grows by."""
+    """Embeddings may be multiplied by more, or less, than the growth of their stream."""
     torch.manual_seed(0)
     narrow = Embedded(8, 3.0, tied).double().eval()
     ids = torch.randint(0, 11, (4, 6))
@@ -55,7 +55,7 @@ def test_a_number_of_the_codes_own_is_taken_off_the_table(tied: bool, by_code: f
 
 
 class Fused(nn.Module):
-    """Queries, keys and values of one layer: one after the other, or head by head."""
+    """Queries, keys and values of one layer, stored one after the other or head by head."""
 
     def __init__(self, heads: int, dimension: int, by_head: bool) -> None:
         super().__init__()

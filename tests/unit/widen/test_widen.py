@@ -220,7 +220,7 @@ def test_the_pooler_is_as_wide_as_the_stream(tmp_path: Path) -> None:
     assert main([str(tmp_path / "old"), "--width", "2", "-o", str(tmp_path / "new")]) == 0
 
 
-def test_heads_whose_positions_are_divided_by_their_size_are_refused_for_that_reason(
+def test_heads_whose_positions_are_divided_by_their_size_raise_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
@@ -230,7 +230,7 @@ def test_heads_whose_positions_are_divided_by_their_size_are_refused_for_that_re
     assert "slopes depend on the number of heads" in told and "--parts mlp" in told
 
 
-def test_a_model_of_several_is_refused_with_the_place_of_its_sizes() -> None:
+def test_a_composite_model_raises_an_error_that_names_its_sizes() -> None:
     config = transformers.Llama4Config()
     for change in (lambda: widened(config, 2, PARTS), lambda: deepened(config, 2)):
         with pytest.raises(UserError, match="sizes are in its text_config and vision_config"):
@@ -246,7 +246,7 @@ def test_a_model_that_becomes_no_wider_raises_an_error(tmp_path: Path, capsys: p
     assert not (tmp_path / "new").exists()
 
 
-def test_other_files_come_along_and_the_config_says_what_it_said(tmp_path: Path) -> None:
+def test_other_files_are_copied_and_other_config_entries_stay(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, use_cache=True)
     (folder / "notes.txt").write_text("mine")
     assert main([str(folder), "--width", "1.5", "--method", "net2net", "-o", str(tmp_path / "new")]) == 0

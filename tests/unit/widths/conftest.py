@@ -1,4 +1,4 @@
-"""Here networks are traced anew each time: it is what these tests are of."""
+"""Trace networks in every test instead of caching graphs: tracing is what these tests cover."""
 
 import pytest
 

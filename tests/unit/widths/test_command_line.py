@@ -108,7 +108,7 @@ def test_matrix_table_names_refusals():
 
 
 def test_a_matrix_resumes_where_it_ended(tmp_path, capsys, monkeypatch):
-    """Each network in its own process: one that takes too long is a row, and so is one that cannot be made."""
+    """Each network has its own process: if it takes too long or cannot be created, the table has a row for that."""
     # The function of that name hides its module.
     monkeypatch.setattr(sys.modules["growlab.inspect.examine"], "_PRELOAD", ["growlab.inspect.examine"])
     names = [f"{HERE}:with_inputs", f"{HERE}:endless", f"{HERE}:nothing"]
@@ -143,7 +143,7 @@ def small() -> nn.Module:
 
 
 def test_inputs_that_are_no_rows_of_samples_are_left_whole(capsys):
-    """Edges [2, E] of a graph: neither they nor its nodes have a row for each sample."""
+    """A graph with edges [2, E]: neither its edges nor its nodes have a row per sample."""
     for keep in ([], ["--keep-full", "index_add_"]):
         assert main([f"{HERE}:on_a_graph", "--methods", "net2net", "--json", *keep]) == 0
         report = Report(**json.loads(capsys.readouterr().out))

@@ -60,7 +60,7 @@ def groups_of_rows(net: Any, h: Tensor, labels: Tensor) -> Tensor:
 
 
 def rows_of_experts(net: Any, h: Tensor, offset: Tensor) -> Tensor:
-    """The last expert gets no row, how many the others get depends on a layer that grows; a number is in doubt."""
+    """The last expert gets no rows, and the others' numbers of rows depend on a layer that grows."""
     expert = (net.last(net.second(h)) + offset).argmax(-1)
     order, counts = expert.argsort(), torch.bincount(expert, minlength=3).tolist()
     taken = torch.cat([net.second(part) * 0.5 for part in torch.split(h[order], counts)])

@@ -1,4 +1,4 @@
-"""Numbers of heads follow the widths, also where a forward would run with the old ones and compute something else."""
+"""Numbers of heads follow the widths, even if the forward would run with the old numbers and compute something else."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ CHANNELS, HEADS = 12, 4
 
 
 class Block(nn.Module):
-    """Attention over a stream, written in one of the ways that people write it, and a hidden layer."""
+    """Attention over a stream, in one of the usual implementations, and a hidden layer."""
 
     def __init__(self, attend: Callable[["Block", Tensor], Tensor], fused: bool, **kept: object) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """[B, heads, T, D] each, to [B, T, heads * D]; by hand, as the scale may be computed from the shape."""
+    """Hand-written attention of [B, heads, T, D] to [B, T, heads * D], whose scale may be computed from the shape."""
     weights = (q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1)
     return (weights @ v).transpose(1, 2).flatten(2)
 
@@ -84,7 +84,7 @@ def of_unflatten(net: Block, x: Tensor) -> Tensor:
 
 
 def of_division(net: nn.Module, x: Tensor) -> Tensor:
-    """Takes the head dimension to be what is left when channels are divided among the heads."""
+    """Computes the head dimension as the number of channels divided by the number of heads."""
     B, T, _ = x.shape
     each = (layer(x) for layer in (net.q, net.k, net.v))
     q, k, v = (y.reshape(B, T, net.num_heads, y.shape[-1] // net.num_heads).transpose(1, 2) for y in each)
@@ -102,7 +102,7 @@ def of_function(net: Block, x: Tensor) -> Tensor:
 
 
 class Splitting(nn.Module):
-    """A layer that makes heads, as einops has them: copied by a dictionary that its forward does not read."""
+    """An einops layer that splits heads; it is copied by a dictionary that its forward does not read."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def of_chunks(net: Block, x: Tensor) -> Tensor:
 
 
 def of_rotated_pairs(net: Block, x: Tensor) -> Tensor:
-    """Pairs of channels as complex numbers times others, as Llama 4 rotates."""
+    """Rotary embedding of pairs of channels as complex numbers, as in Llama 4."""
     turns = torch.polar(torch.ones(x.shape[1], 1), torch.arange(float(x.shape[1]))[:, None])
 
     def rotated(y: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def of_rotated_pairs(net: Block, x: Tensor) -> Tensor:
 
 
 def of_one_key_and_value(net: Block, x: Tensor) -> Tensor:
-    """Behind the heads' queries lie keys and values for all of them, picked by lists, as Falcon has them."""
+    """Queries of all heads, followed by shared keys and values that are indexed by lists, as in Falcon."""
     y = net.qkv(x).view(*x.shape[:-1], -1, CHANNELS // HEADS)
     q, k, v = (each.transpose(1, 2) for each in (y[..., :-2, :], y[..., [-2], :], y[..., [-1], :]))
     return F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q)).transpose(1, 2).flatten(2)
@@ -217,8 +217,8 @@ def test_settings_that_modules_share_are_copied_where_they_follow_a_width() -> N
         ("attention", lambda y: F.scaled_dot_product_attention(y[:, :6], y[:, :6], y[:, :6])),
     ],
 )
-def test_what_keeps_a_width_is_called_what_it_is(what: str, correlated: Callable[[Tensor], Tensor]) -> None:
-    """Products of each sample's features with themselves, which are no attention."""
+def test_reasons_distinguish_matrix_products_from_attention(what: str, correlated: Callable[[Tensor], Tensor]) -> None:
+    """Products of each sample's features with themselves, which are not attention."""
     network = Around(lambda net, x: net.out(correlated(net.features(x)).flatten(1)), features=[5, 6], out=[36, 3])
     graph = trace(network, torch.randn(2, 6, 5))
     assert graph.fixed["features"] == f"{what} multiplies and sums over them"

@@ -1,4 +1,4 @@
-"""Networks that take inputs by name alone, in containers, or packed."""
+"""Networks with keyword-only inputs, inputs in containers, or packed sequences."""
 
 import copy
 import random
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class ByName(nn.Module):
-    """One input by position or name, one by name alone, one with a default."""
+    """One positional input, one keyword-only input, one input with a default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ByName(nn.Module):
 
 
 def module(function: Callable[..., Tensor], **parts: nn.Module) -> nn.Module:
-    """A module of a forward function's signature."""
+    """A module with the signature of a given forward function."""
     made = type("Made", (nn.Module,), {"forward": function})()
     for name, part in parts.items():
         setattr(made, name, part)
@@ -157,6 +157,19 @@ def test_lightning_sees_batches_as_transfer_hooks_return_them(tmp_path: Path) ->
     assert [event.stage for event in growth.grower.events] == [1]
 
 
+def test_lightnings_example_input_is_moved_to_the_modules_device() -> None:
+    class Module(Plain):
+        example_input_array = torch.ones(2, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(self.stem(x))
+
+    module = Module()
+    module.stem = nn.Linear(6, 6)
+    (x,) = Growth("network")._example_inputs(module.to("meta"), module.network)
+    assert x.is_meta and x.shape == (2, 6)
+
+
 def test_capturing_inputs_leaves_all_generators_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data and training steps may draw from Python's and numpy's generators too, as MixUp does."""
     drawn = []
@@ -182,7 +195,7 @@ def test_capturing_inputs_leaves_all_generators_as_they_were(tmp_path: Path, mon
 
 
 class Packed(nn.Module):
-    """A recurrent layer over sequences that are packed before, in the forward, or padded again first."""
+    """A recurrent layer over sequences that are packed before or in the forward, or padded again first."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -210,7 +223,7 @@ def test_packed_sequences_raise_an_error_of_one_sentence(where: str, example: An
         trace(Packed(where), example)
 
 
-def test_positional_inputs_for_keyword_only_arguments_are_refused() -> None:
+def test_positional_inputs_for_keyword_only_arguments_raise_an_error() -> None:
     with pytest.raises(UserError, match="ByName takes mask by keyword only: give the example as a dictionary"):
         trace(ByName(), (X, MASK))
     with pytest.raises(UserError, match=r"an input of \[6, 4\], mask \[6, 1\]"):

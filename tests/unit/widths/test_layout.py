@@ -1,4 +1,4 @@
-"""Layouts against a list of (part, repetition, channel, offset) written out, and axes that are unified."""
+"""Layouts against an explicit list of (part, repetition, channel, offset), and unification of axes."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ WIDTHS = st.fixed_dictionaries({"a": st.integers(1, 5), "b": st.integers(1, 5)})
 
 
 def positions(axis: Axis, widths: dict[str, int]) -> list[tuple]:
-    """What stands at each position, in order."""
+    """The entry at each position, in order."""
     found = []
     for index, part in enumerate(axis.parts):
         for outer in range(part.outer):
@@ -77,7 +77,7 @@ def test_meeting_a_finer_axis_splits_an_atom():
 
 
 def test_a_split_atom_stays_above_the_stream_that_it_completes():
-    """16 channels above 8 split into 6 and 10: these stand above 8 and above 14."""
+    """16 channels above 8, split into 6 and 10: these are above 8 and above 14."""
     atoms = Atoms()
     padding = atoms.new(16, below=8)
     atoms.unify(padding, atoms.new(6) + atoms.new(10), "")

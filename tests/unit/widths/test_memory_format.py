@@ -21,7 +21,7 @@ STRIDED = (1, 1), (2, 2)
 
 @pytest.mark.slow
 def test_convolutions_of_all_kinds_survive_a_backward_pass_on_a_cpu_without_avx_512():
-    """In a process of its own, which torch would take down (2 to 7 channels, 1x1, strided, channels_last)."""
+    """In a separate process, because torch would crash it (2 to 7 channels, 1x1, strided, channels_last)."""
     command = [sys.executable, "-m", "tests.unit.widths.unsafe_kernels"]
     left = subprocess.run(command, cwd=ROOT, env={**os.environ, **AVX2}, capture_output=True, text=True)
     told = left.stdout.splitlines()

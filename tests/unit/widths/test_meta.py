@@ -1,4 +1,4 @@
-"""Shapes without arithmetic, as torch computes them; networks on device meta, without values."""
+"""Shape rules against torch's; networks on the meta device, without values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,7 @@ def outcome(call: Callable[[], Any]) -> list[Any] | None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_shape_is_what_torch_works_out(name: str) -> None:
+def test_predicted_shapes_equal_torchs(name: str) -> None:
     expected = outcome(CALLS[name])
     with Shapes("calls") as mode:
         found = outcome(CALLS[name])
@@ -100,7 +100,7 @@ def test_channels_that_device_meta_does_not_compare_are_compared() -> None:
 
 
 def biased() -> nn.Module:
-    """Buffers of zeros, a table that is not saved, a mask, and a running mean that the forward follows."""
+    """Buffers of zeros, a non-persistent table, a mask, and a running mean that the forward updates."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.embed(x) + net.table
@@ -116,7 +116,7 @@ def biased() -> nn.Module:
 
 
 def asking(careful: bool) -> nn.Module:
-    """Looks at a number in the data, but where it is exported if `careful`."""
+    """Reads a number in the data; if `careful`, not while it is exported."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = torch.relu(net.a(x))
@@ -140,7 +140,7 @@ def test_networks_without_values_trace_as_those_with_values(make):
     assert without.axes == with_values.axes
 
 
-def test_code_that_asks_for_numbers_is_named():
+def test_code_that_needs_values_is_named():
     network, x = on_meta(lambda: asking(careful=False)), torch.randn(2, 6, device="meta")
     with pytest.raises(UnsupportedOperation, match=r"reads numbers from a tensor \(.*x > 1e9.*device meta"):
         trace(network, x)

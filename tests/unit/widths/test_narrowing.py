@@ -1,4 +1,4 @@
-"""Groups whose width the network's own code fixes, and what of a network can grow."""
+"""Groups whose width the network's code fixes, and which parts of a network can grow."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_a_width_written_into_the_forward_keeps_its_group_full():
 
 
 def looks_aside(net: Any, x: Tensor) -> Tensor:
-    """Computes something that only those read who look at the module."""
+    """Stores a result in an attribute of the module."""
     x = net.first(x).relu()
     net.seen = net.aside(net, x)
     return net.last(x).mean((2, 3))
@@ -46,7 +46,7 @@ def looks_aside(net: Any, x: Tensor) -> Tensor:
     ],
     ids=["transposed", "transposed in groups", "rows added"],
 )
-def test_what_is_computed_aside_keeps_what_it_reads_full(aside: Any, decoder: nn.Module | None) -> None:
+def test_auxiliary_computations_keep_their_inputs_full(aside: Any, decoder: nn.Module | None) -> None:
     layers = {"first": nn.Conv2d(3, 8, 1), "last": nn.Conv2d(8, 4, 1), "decoder": decoder}
     network, x = Around(looks_aside, aside=aside, **layers), torch.randn(2, 3, 4, 4)
     grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
@@ -54,7 +54,7 @@ def test_what_is_computed_aside_keeps_what_it_reads_full(aside: Any, decoder: nn
 
 
 def shuffle_unit(net: Any, x: Tensor) -> Tensor:
-    """ShuffleNet's: half of the channels pass, the other half is convolved, then both are interleaved."""
+    """ShuffleNet's block: half of the channels pass, the other half is convolved, then both are interleaved."""
     passing, convolved = net.stem(x).chunk(2, dim=1)
     x = torch.cat([passing, net.outside(F.relu(net.inside(convolved)))], dim=1)
     batch, channels, height, width = x.shape
@@ -80,7 +80,7 @@ def test_tied_weights_stay_tied_while_narrowing_is_tried():
 
 
 class Auxiliary(nn.Module):
-    """A second head that only train mode runs, as in GoogLeNet."""
+    """A second head that only runs in train mode, as in GoogLeNet."""
 
     def __init__(self, in_python: bool = False) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Auxiliary(nn.Module):
         (True, {"second": 8}, "the code fails at narrow widths: test_narrowing.py:"),
     ],
 )
-def test_heads_of_train_mode_grow_along_or_keep_what_they_read(in_python: bool, groups: Any, reason: str) -> None:
+def test_train_only_heads_grow_or_keep_their_inputs_full(in_python: bool, groups: Any, reason: str) -> None:
     network = Auxiliary(in_python).double()
     graph = trace(network, example := torch.randn(4, 4, dtype=torch.float64))
     assert graph.full_widths == groups
@@ -113,7 +113,7 @@ def test_heads_of_train_mode_grow_along_or_keep_what_they_read(in_python: bool, 
 
 
 def autoencoder(net: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """A variational one, whose variance is of no use but for training."""
+    """A variational autoencoder, whose variance is only used in training."""
     mean = net.mean(hidden := net.encoder(x))
     if not net.training:
         return net.decoder(mean)
@@ -123,7 +123,7 @@ def autoencoder(net: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()])
-def test_terms_of_the_loss_that_train_mode_alone_computes_are_kept(method: GrowthMethod) -> None:
+def test_train_only_loss_terms_are_preserved(method: GrowthMethod) -> None:
     encoder = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
     decoder = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 20))
     parts = {"encoder": encoder, "mean": [32, 6], "log_variance": [32, 6], "decoder": decoder}
@@ -152,7 +152,7 @@ def test_noise_on_channels_does_not_keep_them_from_growing():
 
 @pytest.mark.parametrize("num_others", [0, 3])
 def test_any_two_groups_are_tried_apart(num_others):
-    """The forward asks two layers' widths to be in the ratio that they have at full width."""
+    """The forward requires two layers' widths to have their ratio at full width."""
 
     def tied(net: Any, x: Tensor) -> Tensor:
         first, second = net.first(x := net.others(x)), net.second(x)
@@ -165,7 +165,7 @@ def test_any_two_groups_are_tried_apart(num_others):
 
 
 class Wary:
-    """Settings that differ from layer to layer and refuse to be read as one."""
+    """A configuration that raises for settings that differ between layers."""
 
     def __init__(self) -> None:
         self.width = 8
@@ -207,7 +207,7 @@ def test_swin_transformers_narrow_to_one_head(second: bool) -> None:
 
 
 def sliced(rows: Callable[[Tensor], int]) -> nn.Module:
-    """One vector of biases for two layers, the first `rows` for the first one."""
+    """One vector of biases for two layers; the first `rows` are for the first layer."""
 
     def run(net: Any, x: Tensor) -> Tensor:
         one, two = net.first(x), net.second(x)
@@ -234,19 +234,19 @@ def test_slices_of_a_vector_grow_with_what_they_are_added_to(rows: Callable[[Ten
 
 
 def twice_normed(net: Any, x: Tensor) -> Tensor:
-    """A stream with as many groups as channels in each, between norms of a channel a group."""
+    """A stream with as many groups as channels per group, between norms with one channel per group."""
     x = net.second(net.every(net.first(x)).relu())
     return net.head(net.norms[1](net.norms[0](x).relu()).mean((2, 3)))
 
 
 def in_groups_of_four(net: Any, x: Tensor) -> Tensor:
-    """Groups that become more with the channels, not wider."""
+    """The number of groups grows with the channels, not their width."""
     x = net.first(x)
     return net.head(F.group_norm(x, x.shape[1] // 4, net.gain).relu().mean((2, 3)))
 
 
 def shuffled_groups(net: Any, x: Tensor) -> Tensor:
-    """A shuffle of as many groups as there are channels in each, whose number no shape shows."""
+    """A channel shuffle with as many groups as channels per group; no shape shows the number of groups."""
     return net.head(net.norm(net.shuffle(net.first(x))).relu().mean((2, 3)))
 
 
@@ -284,7 +284,7 @@ def test_a_number_of_groups_follows_channels_only_where_each_is_a_group(
 
 
 def two_streams(net: Any, images: Tensor, captions: Tensor) -> Tensor:
-    """Streams of one width, each with its norms: the code takes the size of the second from the first."""
+    """Two streams of equal width, each with its norms: the code takes the size of the second from the first."""
     x, y = net.images(images), net.captions(captions)
     # The code itself asks for the size that both norms have.
     y = net.of_captions(y.relu().view(len(y), -1, x.shape[-1]))

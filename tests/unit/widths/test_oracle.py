@@ -79,7 +79,7 @@ FAST = ("growlab/vgg11", "growlab/mobilenetv1", "growlab/resnet20", "torchvision
 
 
 def tie(network: nn.Module, module: str, side: str, position: int) -> Tie:
-    """In one form: norms and depthwise layers have no columns; a grouped layer's are counted within a group."""
+    """Normalise ties: norms and depthwise layers have no columns; a grouped layer's are counted within a group."""
     layer = network.get_submodule(module)
     if isinstance(layer, NORMS):
         side = "out"
@@ -109,7 +109,7 @@ def our_ties(network: nn.Module, graph: WidthGraph) -> dict[tuple[str, int], set
 
 
 def their_ties(network: nn.Module, dependencies: torch_pruning.DependencyGraph, root: str, row: int) -> set[Tie]:
-    """What Torch-Pruning removes with an output channel of a layer."""
+    """Channels that Torch-Pruning removes together with an output channel of a layer."""
     names = {module: name for name, module in network.named_modules()}
     layer = network.get_submodule(root)
     remove = dependencies.get_pruner_of_module(layer).prune_out_channels
@@ -123,7 +123,7 @@ def their_ties(network: nn.Module, dependencies: torch_pruning.DependencyGraph, 
 
 
 def outcomes(name: str, case: Case) -> Counter[str]:
-    """How often ours and theirs agree, and how not."""
+    """Number of ties on which both tracers agree, and the differences."""
     network, inputs = load(name, (3, case.size, case.size))
     network.eval()
     graph = trace(network, inputs)

@@ -15,7 +15,7 @@ from tests.cases import Around
 
 
 def two(run: Callable[[Any, Tensor], Tensor]) -> nn.Module:
-    """Two layers and what a forward does with them."""
+    """Two layers around a given function."""
     return Around(
         run,
         **{"table": nn.Embedding(7, 5), "a": [5, 8], "b": [8, 8], "last": [8, 3], "back": [8, 5]},

@@ -10,7 +10,7 @@ from tests.cases import NETWORKS, graph_of, outputs, widths_at
 
 
 def bookkeeping(network: nn.Module) -> dict[str, tuple]:
-    """What modules say of their own sizes."""
+    """Sizes in the attributes of modules."""
     told = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear):
@@ -63,7 +63,7 @@ def test_a_narrowed_network_is_the_one_built_narrow():
     ],
 )
 @pytest.mark.parametrize("width", [2, 6])
-def test_modules_say_of_themselves_what_those_built_at_their_width_say(build, shape, width):
+def test_attributes_of_modules_equal_those_of_modules_built_at_that_width(build, shape, width):
     network = nn.Sequential(*build(4))
     graph = trace(network, torch.randn(2, *shape))
     resize(network, graph, graph.full_widths, {"0": width})
@@ -96,7 +96,7 @@ def test_shared_tensors_stay_shared():
 
 
 class Undecayed(nn.Parameter):
-    """A class by which an optimizer's groups are told apart."""
+    """A parameter class by which an optimizer's groups are chosen."""
 
 
 def test_new_tensors_are_like_the_old_ones():

@@ -1,4 +1,4 @@
-"""A channel rule a row: what grows around an operation, and that it grows exactly, to a network as it was built."""
+"""One row per channel rule: which groups grow around an operation, exactly, and to a network as it was built."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ def case(
     written: Collection[tuple[Any, ...]] = (),
     **layers: Any,
 ) -> Case:
-    """A network, or a function of one and its input, with linear layers [in, out] and others by name."""
+    """A network, or a function of a network and its input, with linear layers [in, out] and other layers by name."""
     network = network if isinstance(network, nn.Module) else Around(network, **layers)
     return Case(input_shape, groups, network, {HardcodedSize(*place) for place in written})
 
@@ -44,7 +44,7 @@ def between(
     shape: Any = TOKENS,
     **layers: Any,
 ) -> Case:
-    """A function of a network and channels between the layers `inside` [8, 6] and `head` [6, 4], unless given."""
+    """A function of the network and the channels between the layers `inside` [8, 6] and `head` [6, 4] (defaults)."""
     layers = {"inside": [8, 6], "head": [6, 4]} | layers
     return case(shape, groups, lambda net, x: net.head(function(net, net.inside(x))), written, **layers)
 
@@ -98,7 +98,7 @@ QKV = {"q": [8, 12], "k": [8, 12], "v": [8, 12], "head": [12, 4]}
 
 
 def attention(width: int, split: Callable[[nn.Module, Tensor], Tensor], *written: Any, **settings: Any) -> Case:
-    """Attention over 12 channels, which `split` makes heads of, and a mask."""
+    """Attention with a mask over 12 channels, which `split` divides into heads."""
 
     def forward(net: nn.Module, x: Tensor) -> Tensor:
         q, k, v = (split(net, layer(x)).transpose(1, 2) for layer in (net.q, net.k, net.v))
@@ -146,7 +146,7 @@ def with_state(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def causal(net: nn.Module, x: Tensor) -> Tensor:
-    """Each channel's own filter [channels, 2] over its past, as state space models have it."""
+    """A separate causal filter [channels, 2] for each channel, as in state space models."""
     filters = net.filters.weight.squeeze(1)
     x = F.conv1d(x.mT, filters.unsqueeze(1), net.filters.bias, padding=1, groups=len(filters))
     return F.silu(x[..., :-1].mT)
@@ -163,7 +163,7 @@ def einsum_attention(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def graph_attention(net: nn.Module, x: Tensor) -> Tensor:
-    """Between nodes that some numbers choose (Velickovic et al. 2018): parameters weigh channels in a sum."""
+    """Graph attention (Velickovic et al. 2018) over given edges: a parameter weights the channels in a sum."""
     x = x.flatten(0, 1)
     source, target = (x[:, :1] > x[:, 1:2].T).nonzero().T
     h = net.inside(x).view(-1, net.heads, net.channels)

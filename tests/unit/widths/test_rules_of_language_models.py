@@ -1,4 +1,4 @@
-"""What language models need beside other networks: tied embeddings, norms that are written out, experts, dead ends."""
+"""Rules for language models: tied embeddings, hand-written norms, experts, unused results."""
 
 import copy
 from collections.abc import Callable
@@ -23,7 +23,7 @@ TOKENS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0)
 
 
 class RootMeanSquare(nn.Module):
-    """RMS normalisation, written out as language models do."""
+    """Hand-written RMS normalisation, as in language models."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class RootMeanSquare(nn.Module):
 
 
 class OneMore(RootMeanSquare):
-    """RMS normalisation that multiplies by 1 + w, as Gemma's does."""
+    """RMS normalisation that multiplies by 1 + w, as in Gemma."""
 
     def __init__(self, channels: int, told: bool = False) -> None:
         super().__init__(channels)
@@ -51,7 +51,7 @@ class OneMore(RootMeanSquare):
 
 
 class Language(nn.Module):
-    """An embedding, a hidden layer beside its stream, a normalisation, and logits by the embedding's table."""
+    """An embedding, a residual hidden layer, a normalisation, and logits by the embedding's table."""
 
     def __init__(self, norm: Any = RootMeanSquare, seen_twice: bool = False, chosen: Any = lambda x: x) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_a_gain_that_something_else_sees_keeps_its_stream() -> None:
 
 
 def test_layouts_have_what_the_code_could_not_run() -> None:
-    """A width in the code; rows sorted by their expert, each with a matrix of its own."""
+    """A width in the code; rows sorted by expert, with a matrix for each expert."""
 
     def experts(net: Any, x: Tensor) -> Tensor:
         ends = torch.tensor([2, 5], dtype=torch.int32)
@@ -192,7 +192,7 @@ def test_a_network_in_float64_is_observed_in_float64() -> None:
 
 
 def captioned(whole_rows: bool = True) -> nn.Module:
-    """Features of an image take the places of some tokens, as in models of text and images."""
+    """Features of an image replace those of some tokens, as in models of text and images."""
 
     def forward(net: Any, tokens: Tensor, image: Tensor) -> Tensor:
         x, picked = net.words(tokens), (tokens == 5)[..., None]

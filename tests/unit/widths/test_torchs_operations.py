@@ -1,4 +1,4 @@
-"""Operations of torch between two layers: growth preserves the function whatever they are, or they are refused."""
+"""Operations of torch between two layers: growth preserves the function, or tracing raises an error."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ IMAGE = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype
 
 
 class Around(nn.Module):
-    """A function of the channels h [2, 8, 6, 6], and what comes of it where it has as many."""
+    """A function of the channels h [2, 8, 6, 6]; its result is used as it is if it has as many channels."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def grown(function: Callable[[Tensor], Any]) -> list[str]:
         lambda h: h.clone().lt_(0.5),
     ],
 )
-def test_channels_grow_through_what_is_composite_or_works_entry_by_entry(function: Callable[[Tensor], Any]) -> None:
+def test_channels_grow_through_composite_and_elementwise_operations(function: Callable[[Tensor], Any]) -> None:
     assert set(grown(function)) >= {"a", "b"}
 
 
@@ -99,8 +99,8 @@ def test_channels_that_are_mixed_keep_their_width(function: Callable[[Tensor], A
     assert "a" not in grown(function)
 
 
-def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
-    """The last block of many networks with skip connections adds to a stream that nothing reads any more."""
+def test_sums_that_nothing_reads_have_one_width() -> None:
+    """In many networks with skip connections, the last block adds to a stream that nothing reads afterwards."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         h, total = net.stem(x), torch.zeros(())
@@ -117,7 +117,7 @@ def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
     assert set(grower.full_graph.groups) == {"stem", "inner.0", "inner.1", "skip.0"}
 
 
-def test_what_works_entry_by_entry_tells_channels_apart() -> None:
+def test_elementwise_operations_are_basis_dependent() -> None:
     """It does not commute with rotations of them, which isotropic layers would make."""
     network = nn.Sequential(nn.Linear(3, 8), Layers(lambda net, x: torch.special.i0e(x)), nn.Linear(8, 2))
     graph = trace(network, torch.randn(4, 3), follow_norms=True)
@@ -161,7 +161,7 @@ NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch.Tensor)
 
 
 def repeats(network: nn.Module) -> bool:
-    """Whether the network puts out the same finite numbers twice, none of them from memory that nothing filled."""
+    """Return True if the network computes the same finite numbers twice, so that none is uninitialised memory."""
     # Fills that memory with NaN, which else may hold the same numbers twice by chance.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -188,7 +188,7 @@ def test_numbers_from_memory_that_nothing_filled_do_not_repeat(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-def test_every_function_of_torch_is_exact_or_refused() -> None:
+def test_every_function_of_torch_is_exact_or_raises_an_error() -> None:
     tried = 0
     for namespace in NAMESPACES:
         for name in sorted(set(dir(namespace)) - {"set_", "resize_", "backward", "share_memory_", "compile", "export"}):

@@ -1,4 +1,4 @@
-"""Groups, axes and scale classes that tracing finds, and what it refuses."""
+"""Groups, axes and scale classes that tracing finds, and its errors."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ def test_groups_of_small_networks(name):
 
 
 def test_axes_consist_of_parts():
-    """Shortcuts that are padded, an image that is flattened, tensors that are concatenated."""
+    """Padded shortcuts, a flattened image, concatenated tensors."""
     graph, added = graph_of("resnet A"), ("layers.1.0.conv2", "layers.2.0.conv2")
     assert {name: group.below for name, group in graph.groups.items() if group.below} == dict(
         zip(added, (5, 8), strict=True)
@@ -156,7 +156,7 @@ def test_trace_rejects_examples_that_the_network_cannot_run_or_train_on(
 @pytest.mark.parametrize(
     "function", [lambda x: x[x[..., 0] > 0], lambda x: x[:, x[0, :, 0].nonzero()[:, 0]]], ids=["mask", "nonzero"]
 )
-def test_sizes_that_depend_on_the_data_are_refused_without_data(function):
+def test_data_dependent_sizes_raise_an_error_without_data(function):
     with pytest.raises(UnsupportedOperation, match=r"reads numbers from a tensor \(.*x\[.* trace it on a device"):
         trace(odd(function).to("meta"), torch.randn(2, 6, 4, device="meta"))
 
@@ -169,7 +169,7 @@ def test_an_operation_that_the_network_does_not_run_is_named():
 
 
 def test_bare_weights_are_layers_by_their_own_names():
-    """Two weights that lie bare, and a matrix that is not learned behind them."""
+    """Two bare weights, followed by a matrix that is not learned."""
     bare = Around(
         lambda net, x: F.relu(x @ net.first) @ net.second @ net.codes,
         **{"first": nn.Parameter(torch.randn(4, 8)), "second": nn.Parameter(torch.randn(8, 5))},
@@ -182,7 +182,7 @@ def test_bare_weights_are_layers_by_their_own_names():
 
 
 def test_keys_that_are_written_over_are_linear_in_nothing():
-    """As queries and keys are else, so that the head dimension of both may grow."""
+    """Otherwise queries and keys are linear in their layers, and their head dimension may grow."""
 
     def attention(net, x: Tensor) -> Tensor:
         q, k, v = net.q(x), net.k(x), net.v(x)
@@ -196,7 +196,7 @@ def test_keys_that_are_written_over_are_linear_in_nothing():
 
 
 def attending() -> nn.Module:
-    """A stream of 16 channels, four heads of four."""
+    """A stream of 16 channels with four heads of four channels."""
 
     def attend(net, x, mask=None):
         x = net.a(x)
@@ -215,7 +215,7 @@ def test_the_batch_size_may_be_that_of_another_dimension(rows: int, masks: list[
     assert list(graph.groups) == ["a"] and graph.fixed.keys() == {"b"}
 
 
-def test_layers_without_shapes_and_scripted_ones_are_refused():
+def test_lazy_and_scripted_layers_raise_errors():
     lazy = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(8), nn.Linear(8, 2))
     with pytest.raises(UnsupportedOperation, match=r"1 \(LazyLinear\) has no shape yet; call the network once"):
         trace(lazy, torch.randn(2, 4))
@@ -230,7 +230,7 @@ def test_layers_without_shapes_and_scripted_ones_are_refused():
 
 @pytest.mark.parametrize("of_images", [False, True])
 def test_what_is_tried_otherwise_refuses_no_network(of_images):
-    """What could grow otherwise comes to an operation that knows no channels: values, or the rows of an image."""
+    """Channels that could grow reach an operation without a channel rule: values, or the rows of an image."""
 
     def accumulated(net, x: Tensor) -> Tensor:
         mixed = (x @ x.mT).softmax(-1) @ net.v(x)

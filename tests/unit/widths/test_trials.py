@@ -1,4 +1,4 @@
-"""What a network returns, as trials and growth events find its tensors in it."""
+"""Find the tensors in a network's output, for trials and growth events."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Pair = namedtuple("Pair", ["first", "second"])
 
 @dataclass
 class Out:
-    """Registered as a container below."""
+    """A container that is registered as a pytree node below."""
 
     logits: Any
     extra: Any
@@ -31,7 +31,7 @@ class Out:
 
 @dataclass
 class Unknown:
-    """A dataclass that is registered nowhere."""
+    """A dataclass that is not registered as a pytree node."""
 
     logits: Any
     extra: Any = None
@@ -87,8 +87,8 @@ def test_a_network_that_returns_a_dataclass_grows(wrap: Callable[[Tensor, Tensor
     torch.testing.assert_close(logits(), before)
 
 
-def test_trials_warn_of_nothing() -> None:
-    """Of widths that a network is only tried at: torch warns where `num_features` is not what comes in."""
+def test_trials_emit_no_warnings() -> None:
+    """No warnings for trial widths: torch warns if `num_features` differs from the input's channels."""
     network = nn.Sequential(nn.Conv2d(2, 6, 1), nn.InstanceNorm2d(6), nn.Conv2d(6, 8, 1), nn.GroupNorm(8, 8))
     network.append(nn.Conv2d(8, 2, 1))
     grower = Grower(network, torch.randn(2, 2, 4, 4), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
@@ -96,8 +96,8 @@ def test_trials_warn_of_nothing() -> None:
     grower.step(epoch=1)
 
 
-def test_a_layer_that_one_mode_alone_reaches_keeps_its_input_as_wide_as_it_is() -> None:
-    """A stream is read by one layer in train mode, and by another one of the same shape in eval mode."""
+def test_the_input_of_a_layer_used_in_one_mode_keeps_its_width() -> None:
+    """A stream is read by one layer in train mode, and by another layer of the same shape in eval mode."""
     network = Around(
         lambda net, x: (net.trained if net.training else net.evaluated)(torch.relu(net.body(x))),
         **{"body": [6, 16], "trained": [16, 3], "evaluated": [16, 3]},
@@ -111,7 +111,7 @@ def test_a_layer_that_one_mode_alone_reaches_keeps_its_input_as_wide_as_it_is() 
 
 
 def test_a_layer_that_code_has_at_other_sizes_alone_is_no_error() -> None:
-    """Trials change the sizes that a module keeps: its code then asks for what it has not made."""
+    """Trials change the sizes in a module's attributes, whose code then looks up a layer that does not exist."""
 
     class Changing(nn.Module):
         def __init__(self, size: int, size_out: int) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class Put(nn.Module):
-    """Its inputs with another number at the first place."""
+    """Return the input with another number at the first position."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.put(torch.tensor([0]), x.new_zeros(1))

@@ -237,7 +237,7 @@ def test_gradients_of_old_entries_follow_the_carry_rule(kind: str) -> None:
         torch.testing.assert_close(after[name][index], carried[index], rtol=1e-6, atol=1e-12)
 
 
-def test_widths_that_are_no_whole_chunks_are_refused() -> None:
+def test_widths_that_are_not_whole_chunks_raise_an_error() -> None:
     network = MLP(6, [9, 8], 4)
     graph = trace(network, torch.randn(2, 6))
     with pytest.raises(UserError, match="chunks of 2"):
@@ -283,7 +283,7 @@ def resnet() -> CifarResNet:
 
 
 @pytest.mark.parametrize(("sharing", "start"), [("layer", "zero"), ("layer", "stack"), ("chunk", "stack")])
-def test_blocks_come_in_with_hypernetworks_of_their_own(sharing: str, start: str) -> None:
+def test_inserted_blocks_get_new_hypernetworks(sharing: str, start: str) -> None:
     grown, x = resnet(), torch.randn(8, 1, 8, 8, dtype=torch.float64)
     parts = [Averages(0.9), Depth("auto", start)]
     method = Hyperfan(sharing=sharing, embedding_features=3)

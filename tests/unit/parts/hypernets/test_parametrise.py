@@ -190,7 +190,7 @@ def tied() -> nn.Module:
         (lambda: parametrise(nn.Sequential(nn.Linear(4, 4)), Hypernet()), {}, "parametrised already"),
     ],
 )
-def test_settings_and_networks_that_do_not_fit_are_refused_in_a_sentence(
+def test_unsupported_settings_and_networks_raise_errors_of_one_sentence(
     make: Callable[[], nn.Module] | None, settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -198,7 +198,7 @@ def test_settings_and_networks_that_do_not_fit_are_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("init", ["kaiming_tenth", "constant_embedding"])
-def test_initialisations_of_hypernetworks_are_refused_without_one(init: str) -> None:
+def test_hypernetwork_initialisations_need_a_hypernetwork(init: str) -> None:
     with pytest.raises(UserError, match=f"{init} initialises hypernetworks"):
         initialise(MLP(3, [4], 2), Hypernet(initialisation=init))
 

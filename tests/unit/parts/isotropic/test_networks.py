@@ -238,7 +238,7 @@ def test_the_nested_network_is_its_formula():
     assert torch.allclose(network(x), next(z) + g1 * next(z) + g1 * g2 * next(z))
 
 
-def test_a_twin_differs_in_the_activation_alone():
+def test_an_element_wise_twin_differs_only_in_the_activation():
     names = {}
     for activation in ("tanh", "elementwise_tanh"):
         torch.manual_seed(0)
@@ -358,7 +358,7 @@ def test_sparse_and_dense_again_compute_the_same(name: str) -> None:
     assert diagonals == {"mlp": 2, "mlp chi": 1}.get(name, 0)
 
 
-def test_an_element_wise_network_is_left_alone() -> None:
+def test_an_element_wise_network_is_unchanged() -> None:
     network, graph, _ = made(isotropic_mlp((1, 2, 3), 3, 5, 3, activation="elementwise_tanh"), 1, 2, 3)
     assert graph.isotropic == () and spectra(graph, {}, graph.full_widths) == {}
     assert not any(isinstance(module, Diagonal) for module in sparsify(network, graph).modules())

@@ -54,6 +54,7 @@ def momentum(network: nn.Module) -> torch.optim.Optimizer:
 
 def looped(method: Any, norm: str = "none", make: Any = momentum, **settings: Any) -> Loop:
     """Epochs of three steps on a mixed network."""
+    torch.manual_seed(0)
     both = (parts.Averages(0.9), IsotropicLayers(**{**SETTINGS, **settings}))
     loop = Loop(make, lambda: Mixed(6, 3, 8, norm).double(), SCHEDULE, method=method, parts=both)
     loop.grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
@@ -218,7 +219,7 @@ def deeper(blend: bool = True, gain: bool = False, *more: parts.Part) -> Grower:
     return Grower(network, batch(0)[0].float(), method=PairGrowth(), trigger=trigger, parts=[blocks, *more])
 
 
-def test_layers_come_in_as_the_identity_and_learn_from_there() -> None:
+def test_layers_are_inserted_as_the_identity_and_learn() -> None:
     grower = deeper()
     optimizer = torch.optim.AdamW(grower.network.parameters(), 0.01)
     grower.follow(optimizer)
@@ -241,10 +242,10 @@ def test_layers_come_in_as_the_identity_and_learn_from_there() -> None:
     [
         ((False,), "hidden.2:4 of blocks cannot be left out with start='identity'"),
         ((True, True), "needs an activation without a gain channel"),
-        ((True, False, IsotropicLayers()), "leave IsotropicLayers out, or let no layer come in"),
+        ((True, False, IsotropicLayers()), "leave IsotropicLayers out, or insert no layer"),
     ],
 )
-def test_layers_that_cannot_come_in_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+def test_layers_that_cannot_be_inserted_raise_errors(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises((UserError, ValueError), match=message):
         # The parts check the seed once training is known.
         deeper(*arguments).provide(lambda number: [], F.cross_entropy)
@@ -331,7 +332,7 @@ def test_neurons_that_go_leave_their_biases_in_constant_weights() -> None:
     assert any(min(e.widths_after.values()) < min(e.widths_before.values()) for e in grower.events)
 
 
-def test_a_network_without_gains_is_refused() -> None:
+def test_a_network_without_gains_raises_an_error() -> None:
     network = IsotropicMLP(6, [5], 3).double()
     with pytest.raises(UserError, match="needs layers that read gains"):
         trained(network, torch.randn(4, 6, dtype=torch.float64), torch.arange(4) % 3, GainWeights(), 0, adamw)
@@ -363,7 +364,7 @@ def test_new_inputs_change_nothing_and_learn_from_the_first_step(convolution: bo
     assert [p.shape for group in made.param_groups for p in group["params"]] == [p.shape for p in layer.parameters()]
 
 
-def test_inputs_that_cannot_change_are_refused() -> None:
+def test_inputs_that_cannot_change_raise_errors() -> None:
     network = made()[0]
     with pytest.raises(ValueError, match="6 of 6 inputs cannot be removed"):
         change_inputs(network.hidden[0], -6)

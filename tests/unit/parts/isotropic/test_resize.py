@@ -499,7 +499,7 @@ def test_boundaries() -> None:
     assert [by_step.boundary(0, step) for step in (0, 3, 4, 7, 8)] == [None, None, 4, 4, 8]
 
 
-def test_a_network_without_isotropic_layers_is_refused() -> None:
+def test_a_network_without_isotropic_layers_raises_an_error() -> None:
     network = IsotropicMLP(6, [5], 3, "elementwise_tanh").double()
     graph = trace(network, torch.randn(2, 6, dtype=torch.float64), follow_norms=True)
     with pytest.raises(ValueError, match=r"needs a layer whose channels .* \(classifier: .*; hidden\.0: tanh"):
