@@ -122,7 +122,7 @@ def plain_model(network: CausalModel) -> Any:
             continue
         if {name: tensor.shape for name, tensor in candidate.items()} != shapes:
             continue
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = kind._from_config(config).to(trained.dtype).eval()
         model.load_state_dict(tensors)

@@ -21,6 +21,7 @@ from growlab.base.command_parser import CommandParser, amount, count, in_columns
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE, write_text
 from growlab.lab.analysis.results import open_run
+from growlab.lab.data.loaders import cores
 from growlab.lab.training.processes import is_locked, path_override
 from growlab.recipes.papers.registry import Item, Job, Registry, drawn, registry
 
@@ -118,7 +119,7 @@ class Training:
             print(f"{job.folder}: another process is training it", flush=True)
             return None
         print(job.folder, flush=True)
-        threads = None if self._at_once == 1 else max(1, len(os.sched_getaffinity(0)) // self._at_once)
+        threads = None if self._at_once == 1 else max(1, cores() // self._at_once)
         # In a separate session, so that Ctrl-C and a closing terminal reach it only through `stop`.
         with subprocess.Popen(
             command(job, self._place, self._registry, threads),
