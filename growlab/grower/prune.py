@@ -1,6 +1,7 @@
 """Remove channels from a trained network by its width groups: structured pruning with the same tracer as growth."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -97,14 +98,16 @@ def prune(
 
 
 def _kept(group: str, keep: Keep, width: int, scores: Any) -> Tensor:
-    if isinstance(keep, (int, float)) and not isinstance(keep, bool):
-        number = keep if isinstance(keep, int) else max(1, round(keep * width))
-        if not 1 <= number <= width or (isinstance(keep, float) and not 0 < keep <= 1):
+    if isinstance(keep, Real) and not isinstance(keep, bool):
+        is_count = isinstance(keep, Integral)
+        number = int(keep) if is_count else max(1, round(float(keep) * width))
+        if not 1 <= number <= width or not (is_count or 0 < keep <= 1):
             raise UserError(f"{group} has {width} channels and cannot keep {keep}; give 1 to {width}, or a share.")
         return scores().topk(number).indices.sort().values if number < width else torch.arange(width)
     channels = torch.as_tensor(keep, dtype=torch.int64).cpu().sort().values
     if (
-        not len(channels)
+        channels.dim() != 1
+        or not len(channels)
         or len(channels.unique()) < len(channels)
         or not 0 <= int(channels[0]) <= int(channels[-1]) < width
     ):

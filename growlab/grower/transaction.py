@@ -33,8 +33,8 @@ from growlab.widths.unchanged import (
 _ATOMS = frozenset({str, bytes, bool, int, float, complex, type(None), type, Fraction})
 # Entries of events that add up.
 _SUMMED = ("auxiliary_flops", "auxiliary_samples")
-# Objects of these say what they are when they are made, and stay so.
-_FIXED = ("growlab.widths", "torch", "builtins", "numpy", "functools", "weakref")
+# Packages whose objects are not changed after they are made.
+_FIXED = frozenset({"torch", "builtins", "numpy", "functools", "weakref"})
 
 
 @contextmanager
@@ -146,8 +146,8 @@ class _Snapshot:
         """Return True if an event may change an object's attributes."""
         if isinstance(thing, (nn.Module, Optimizer)):
             return self._whole
-        place = type(thing).__module__
-        own = place.partition(".")[0] in self._libraries and not place.startswith(_FIXED)
+        module = type(thing).__module__
+        own = module.partition(".")[0] in self._libraries - _FIXED and not module.startswith("growlab.widths.")
         return own and isinstance(getattr(thing, "__dict__", None), dict)
 
 

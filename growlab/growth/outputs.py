@@ -226,7 +226,13 @@ class _Quiet(TorchFunctionMode):
     which would round the outputs of a float64 network to float32.
     """
 
-    _KINDS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
+    _KINDS = frozenset(
+        {
+            *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+            *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+            *(torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_),
+        }
+    )
     # In calls of recurrent layers, the dropout probability is the only float argument.
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
     _NAMED: ClassVar[Mapping[Any, Any]] = {

@@ -139,15 +139,15 @@ def rounding_measured(
     """
     usual, kept = rounding(model, outputs.eval), []
     with torch.no_grad():
-        for number, parameter in enumerate(p for p in model.parameters() if p.is_floating_point()):
-            kept.append((parameter, parameter.detach().clone()))
-            source = torch.Generator(parameter.device).manual_seed(number)
-            precise = torch.promote_types(parameter.dtype, torch.float32)
-            noise = torch.randn(parameter.shape, generator=source, device=parameter.device, dtype=precise)
-            noise *= torch.finfo(parameter.dtype).eps / 2
-            exact = parameter.to(precise)
-            parameter.copy_((exact * placed(1 + noise, exact)).to(parameter.dtype))
         try:
+            for number, parameter in enumerate(p for p in model.parameters() if p.is_floating_point()):
+                kept.append((parameter, parameter.detach().clone()))
+                source = torch.Generator(parameter.device).manual_seed(number)
+                precise = torch.promote_types(parameter.dtype, torch.float32)
+                noise = torch.randn(parameter.shape, generator=source, device=parameter.device, dtype=precise)
+                noise *= torch.finfo(parameter.dtype).eps / 2
+                exact = parameter.to(precise)
+                parameter.copy_((exact * placed(1 + noise, exact)).to(parameter.dtype))
             rounded = observe(model, probe, setting=setting)
         finally:
             for parameter, content in kept:

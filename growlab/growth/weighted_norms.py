@@ -154,6 +154,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *_: Any,
+    **__: Any,
 ) -> Tensor:
     x, share_C = _precisely(input, weights)
     x = x - (x * share_C).sum(-1, keepdim=True)
@@ -169,7 +170,7 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     x, share_C = _precisely(input, weights)
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
     square = (x.square() * share_C).sum(-1, keepdim=True)
     return _affine(x * torch.rsqrt(square + eps), weight, None).to(input.dtype)
 
@@ -182,6 +183,7 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *_: Any,
+    **__: Any,
 ) -> Tensor:
     x, _share = _precisely(input, weights)
     shape = x.shape

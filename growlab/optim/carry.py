@@ -325,7 +325,8 @@ def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
     found: dict[str, list[Tensor]] = {}
 
     def note(param: Tensor, key: str, value: Tensor) -> Tensor:
-        if _power(optimizer, key) is None and value.numel() and value.dtype is not torch.bool:
+        # A step counter has the shape of a scalar parameter, and a cosine of two numbers shows nothing.
+        if _power(optimizer, key) is None and param.dim() and value.numel() and value.dtype is not torch.bool:
             one, other = (
                 (torch.view_as_real(t) if t.is_complex() else t).float() for t in map(whole, (value, param.detach()))
             )

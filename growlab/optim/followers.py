@@ -83,8 +83,9 @@ class Followers:
                     type(optimizer).__name__,
                 )
             self._known.append(weakref.ref(optimizer))
-            if announced:
-                self._announced.add(id(optimizer))
+            # A deleted optimizer may have had the same id.
+            self._pending.pop(id(optimizer), None)
+            (self._announced.add if announced else self._announced.discard)(id(optimizer))
             self._listen(optimizer)
         self._inheritance[id(optimizer)] = inheritance
         self.update_regions(optimizer)
@@ -230,8 +231,9 @@ class Followers:
         return frozenset(name for name, p in self._run.network.named_parameters() if id(p) in stepped)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Call the owner's `on_step` before a step of an announced optimizer."""
-        self._step(False, optimizer)
+        """Call the parts' and the owner's hooks before a step of an announced optimizer; others call them in `step`."""
+        if id(optimizer) in self._announced:
+            self._step(False, optimizer)
 
     def rebind(self, owner: Any, memo: dict[int, Any]) -> None:
         """Attach copies of the optimizers to a copy of the Grower, in the `copy.deepcopy` with this memo."""

@@ -96,6 +96,9 @@ class GradMax(DataDriven):
         wanted: dict[str, float] = {}
         if solved:
             matrices, loss = accumulated(self, context, data, solved)
+            if infinite := [group for group, matrix in matrices.items() if not bool(matrix.isfinite().all())]:
+                reason = "the gradient of what leads to its channels is NaN or infinite while they are zero"
+                return GrownTensors({}), dict.fromkeys(infinite, reason)
             flat = [fans for fans in solved if not bool(matrices[fans.group].any())]
             if flat:
                 return GrownTensors({}), _not_zero(self, context, data, solved) or _why_flat(context, data, flat)

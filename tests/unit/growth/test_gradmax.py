@@ -139,6 +139,12 @@ def test_channels_without_gradient_raise_an_error() -> None:
         started(late, (5,), GradMax()).grow({"first": 5})
 
 
+def test_an_activation_without_a_derivative_at_0_is_refused() -> None:
+    root = Around(lambda net, x: net.last(net.first(x).abs().sqrt()), first=[5, 6], last=[6, 3])
+    with pytest.raises(UserError, match=r"GradMax cannot grow first: the gradient .* is NaN or infinite"):
+        started(root, (5,), GradMax()).grow({"first": 5})
+
+
 def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() -> None:
     run = started(normed(), (2, 6, 6), GradMax(steps=15))
     event, _ = run.grow({"0": 5})

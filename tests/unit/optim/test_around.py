@@ -1,5 +1,6 @@
 """Optimizers around others, with lists of their own, with entries for all and state in containers, through growth."""
 
+import gc
 import io
 import logging
 from collections import deque
@@ -12,6 +13,7 @@ from torch import nn
 
 from growlab import Grower, Net2Net, PairGrowth, UserError, VarianceTransfer
 from growlab.optim.followers import order_parameters
+from growlab.parts import Part
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -382,3 +384,30 @@ def test_new_parameters_raise_an_error_if_an_optimizer_keeps_lists() -> None:
     assert len(plain.param_groups[0]["params"]) == 5
     with pytest.raises(UserError, match="Own keeps parameters in 'matrices' too"):
         order_parameters(Own(model.parameters(), HOLD["list"], in_group=True), past, now)
+
+
+class Counting(Part):
+    """Counts the steps that it acts before."""
+
+    count = 0
+
+    def before_update(self, grower: Any, optimizer: Any) -> None:
+        self.count += 1
+
+
+def test_an_optimizer_in_the_memory_of_a_deleted_one_has_hooks_of_its_own() -> None:
+    model, part = network(), Counting()
+    grower = Grower(model, X, parts=[part], verbose=False)
+
+    def follow(announced: bool) -> list[torch.optim.Optimizer]:
+        made = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(64)]
+        grower.follow(*made, announced=announced)
+        return made
+
+    before = set(map(id, follow(announced=True)))
+    gc.collect()
+    optimizers = follow(announced=False)
+    assert before & set(map(id, optimizers))
+    for optimizer in optimizers:
+        optimizer.step()
+    assert part.count == len(optimizers)

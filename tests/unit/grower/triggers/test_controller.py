@@ -19,6 +19,7 @@ from growlab import Controller, Grower
 from growlab.base.errors import UserError
 from growlab.grower.cost import forward_flops
 from growlab.growth import PairGrowth
+from growlab.parts import Part
 from growlab.plan import advise
 from tests.unit.frontends.lightning_runs import trainer_of
 
@@ -173,6 +174,37 @@ def test_an_error_in_a_branch_leaves_everything_as_it_was(trained: tuple[bool, L
         assert loop.trigger.decision is None and not loop.grower.events
     loop.grower.provide(loss=good)
     assert same(loop.train(), whole)
+
+
+# Not in the part, whose attributes are restored when growth is undone.
+CALLS: list[str] = []
+
+
+class Counting(Part):
+    """Records its calls around steps."""
+
+    def before_step(self, grower: Any) -> None:
+        CALLS.append("before_step")
+
+    def before_update(self, grower: Any, optimizer: Any) -> None:
+        CALLS.append("before_update")
+
+    def after_step(self, grower: Any) -> None:
+        CALLS.append("after_step")
+
+
+def test_parts_act_once_around_each_step_of_a_branch() -> None:
+    CALLS.clear()
+    network, data = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3)), batches(1, True)
+    trigger = Controller(0.5, total_steps=400, min_odds=0.0)
+    grower = Grower(network, data[0][0], trigger=trigger, parts=[Counting()], verbose=False)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    grower.follow(optimizer)
+    grower.provide(batches=lambda number: data * number, loss=F.mse_loss)
+    grower.step(step=140)
+    assert trigger.decision is not None and sum(trigger.decision["steps"]) > 8
+    expected = ["before_update", "before_step", "after_step"] * sum(trigger.decision["steps"])
+    assert expected == CALLS
 
 
 @pytest.mark.parametrize(
