@@ -290,14 +290,15 @@ def _cannot_follow(optimizer: Any, places: Mapping[int, tuple[str, Tensor]]) -> 
 
 def running_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     """Return the optimizer's running means of gradients, by parameter; parameters without one are left out."""
-    found: dict[Tensor, Tensor] = {}
-    for group in optimizer.param_groups:
+    means: dict[Tensor, Tensor] = {}
+    for group in getattr(optimizer, "param_groups", ()):
         for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items() if isinstance(state, dict) else ():
                 shaped = isinstance(value, Tensor) and value.shape == parameter.shape
                 if shaped and _power(optimizer, key) == 1:
-                    found.setdefault(parameter, value)
-    return found
+                    means.setdefault(parameter, value)
+    return means
 
 
 # Meaning of state ----------------------------------------------------------------------------------------

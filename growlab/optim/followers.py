@@ -76,8 +76,9 @@ class Followers:
         replace_parameters(optimizer, {key: now[name] for key, name in past.items() if name in now})
         remove_parameters(optimizer, {key for key, name in past.items() if name not in now})
         if not any(known is optimizer for known in self.optimizers):
-            # A loop that announces all its optimizers may include those of other networks, as in a GAN.
-            if not announced and not _has_any(optimizer, now.values()):
+            # A loop that announces all its optimizers may include those of other networks, as in a GAN. A wrapper
+            # without groups has an optimizer inside, which is added too.
+            if not announced and hasattr(optimizer, "param_groups") and not _has_any(optimizer, now.values()):
                 log.warning(
                     "%s contains no parameter of the growing network: is it the optimizer of another network?",
                     type(optimizer).__name__,

@@ -258,13 +258,17 @@ class GrowingNetwork(ABC):
         """Optimizers that step the parameters: those inside of wrappers, not the wrappers."""
         return [optimizer for optimizer in self.optimizers if not any(True for _ in inside(optimizer))]
 
+    def _saved_optimizers(self) -> list[Optimizer]:
+        # A wrapper without a state_dict has no state besides that of the optimizer inside.
+        return [optimizer for optimizer in self.optimizers if hasattr(optimizer, "state_dict")]
+
     def checkpoint(self) -> dict[str, Any]:
         """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""
         networks = [self.network, *self.copies().values()]
         return deepcopy(
             {
                 "networks": [dict(network.state_dict()) for network in networks],
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "optimizers": [optimizer.state_dict() for optimizer in self._saved_optimizers()],
                 "parts": [part.state_dict() for part in self.parts],
                 "annealing": self._annealing,
             }
@@ -277,7 +281,7 @@ class GrowingNetwork(ABC):
         networks = [self.network, *self.copies().values()]
         for network, tensors in zip(networks, saved["networks"], strict=True):
             network.load_state_dict(tensors)
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+        for optimizer, state in zip(self._saved_optimizers(), saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         for part, state in zip(self.parts, saved["parts"], strict=True):
             part.load_state_dict(state)

@@ -411,3 +411,26 @@ def test_an_optimizer_in_the_memory_of_a_deleted_one_has_hooks_of_its_own() -> N
     for optimizer in optimizers:
         optimizer.step()
     assert part.count == len(optimizers)
+
+
+class Bare:
+    """A wrapper with neither groups nor a state_dict."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_a_bare_wrapper_of_an_optimizer_follows(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    grower, wrapper = Grower(model, X, trigger={0: 0.5, 1: 1.0}, verbose=False), Bare(adam(model.parameters()))
+    grower.follow(wrapper)
+    assert "contains no parameter" not in caplog.text
+    model(X).sum().backward()
+    wrapper.optimizer.step()
+    assert grower.gradients().keys() == dict(model.named_parameters()).keys()
+    saved = grower.checkpoint()
+    before = weights(model)
+    wrapper.optimizer.step()
+    grower.put_back(saved)
+    assert torch.equal(weights(model), before)
+    assert len(grower.step(epoch=1)) == 1
