@@ -97,7 +97,7 @@ def prune(
     return {group: kept.get(group, identity[group]) for group in wanted}
 
 
-def _kept(group: str, keep: Keep, width: int, scores: Any) -> Tensor:
+def _kept(group: str, keep: Any, width: int, scores: Any) -> Tensor:
     if isinstance(keep, Real) and not isinstance(keep, bool):
         is_count = isinstance(keep, Integral)
         number = int(keep) if is_count else max(1, round(float(keep) * width))

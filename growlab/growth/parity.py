@@ -50,7 +50,7 @@ def compare(
     agree: Callable[[list[float]], list[float]],
     *,
     factor: float = 1.0,
-    allowed: tuple[float, float] | None = (0.0, 0.0),
+    allowed: float | None = 0.0,
     setting: Setting | None = None,
 ) -> Parity:
     """Compare a network's outputs before and after a change.
@@ -65,7 +65,7 @@ def compare(
         after: outputs now.
         agree: see `growlab.growth.grow`.
         factor: factor by which the outputs are multiplied from now on.
-        allowed: relative errors beyond rounding that the change may make in eval and in train mode; None: any.
+        allowed: relative error beyond rounding that the change may make; None: any.
         setting: see `observe`.
     """
     by_eval = relative_error(before.eval, after.eval, factor)
@@ -76,7 +76,7 @@ def compare(
         return Parity(errors, None)
 
     def parity(by_eval: float, by_train: float) -> Parity:
-        return Parity(errors, agree([by_eval + allowed[0], by_train + allowed[1]]))
+        return Parity(errors, agree([by_eval + allowed, by_train + allowed]))
 
     usual = rounding(model, before.eval)
     usually = parity(usual, usual)

@@ -554,7 +554,7 @@ def test_frozen_layers_stay_frozen_and_keep_their_weights() -> None:
         (None, F.cross_entropy, "provide"),
         ([], F.cross_entropy, "not a single batch"),
         ([PROBE], F.cross_entropy, "a tuple of inputs and a target, not a Tensor"),
-        ([batch(0)], partial(F.cross_entropy, reduction="none"), r"a single number, not of the shape \[8\]"),
+        ([batch(0)], partial(F.cross_entropy, reduction="none"), r"a single number, .* not a tensor of shape \[8\]"),
     ],
 )
 def test_a_data_driven_method_without_data_raises_an_error_before_growth(batches, loss, told) -> None:

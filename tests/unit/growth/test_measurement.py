@@ -279,5 +279,5 @@ def test_an_operation_without_a_second_derivative_is_named() -> None:
     network = Around(lambda net, x: net.last(torch.ops.aten.hardsigmoid(net.first(x))), first=[4, 8], last=[8, 3])
     run = started(network, (4,), GradMax(), part=1.0)
     direction = torch.randn(8, 4, dtype=torch.float64)
-    with pytest.raises(UserError, match="which torch has not of hardsigmoid_backward; choose another"):
+    with pytest.raises(UserError, match="which torch does not implement for hardsigmoid_backward; choose another"):
         run.data().products(run.tensors(), {"first.weight": direction}, ["first.weight"])

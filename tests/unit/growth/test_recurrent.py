@@ -292,7 +292,7 @@ def test_methods_that_cannot_measure_a_recurrent_layer_raise_an_error() -> None:
     told = event(Tiny(fallback="pairs")).report["grown_by_pairs"]
     assert set(told) == {"inside", "rnn"}
     with pytest.raises(
-        UserError, match="second derivatives, which the ReLU inside of torch's recurrent layers has not"
+        UserError, match="second derivatives, which the ReLU inside torch's recurrent layers does not have"
     ):
         event(Splitting())
     with pytest.raises(UserError, match="GradMax cannot grow rnn: the gradient of what leads to its channels is zero"):
