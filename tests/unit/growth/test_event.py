@@ -226,7 +226,7 @@ def test_numbers_depend_on_seed_stage_and_name():
 
 
 def test_an_output_without_a_tensor_raises_an_error():
-    with pytest.raises(UserError, match="the network returns dict without a tensor"):
+    with pytest.raises(UserError, match="output, a dict, has no tensor"):
         main_output({"loss": None, "rows": []})
 
 

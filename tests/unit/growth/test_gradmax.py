@@ -309,7 +309,7 @@ def test_an_average_goes_through_the_same_map_without_data(method: str) -> None:
 
 def test_without_data_and_by_nothing() -> None:
     run = Run("mlp", METHODS["firefly"]())
-    with pytest.raises(UserError, match="FireFly decides by training data"):
+    with pytest.raises(UserError, match="FireFly needs training data"):
         Growing.grow(run)
     assert Growing.grow(run, {}).replaced == {}
 

@@ -142,7 +142,7 @@ def test_missing_second_derivatives_raise_an_error(monkeypatch: pytest.MonkeyPat
     run = started(network, (4,), GradMax(), num_batches=1)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with pytest.raises(UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out sync_batchnorm=True"):
+    with pytest.raises(UserError, match=r"which SyncBatchNorm \(1\) does not support: leave out sync_batchnorm=True"):
         run.data().products({}, {}, [])
 
 

@@ -182,7 +182,7 @@ def test_explicit_lists():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"total_epochs": 5}, "5 epochs cannot hold 9 stages"),
+        ({"total_epochs": 5}, "5 epochs are fewer than num_stages=9"),
         ({"total_epochs": 20, "initial_epochs": 8}, "leave none for the last"),
         ({"initial_epochs": -1}, "set initial_epochs or initial_fraction from 0"),
         ({"initial_fraction": -0.1}, "set initial_epochs or initial_fraction from 0"),

@@ -204,7 +204,7 @@ def test_an_instance_norm_with_unknown_input_raises_an_error() -> None:
 
 def test_shared_channels_raise_an_error_or_grow_by_pairs() -> None:
     run = started(Residual(), (2, 5, 5), Tiny())
-    told = "Tiny cannot grow stem: its channels are put out by stem, back, not one layer; set fallback='pairs'"
+    told = "Tiny cannot grow stem: its channels are produced by stem, back, not by one layer; set fallback='pairs'"
     with pytest.raises(UserError, match=told):
         run.widen(1)
     run.method = Tiny(fallback="pairs")
