@@ -99,9 +99,8 @@ def prune(
 
 def _kept(group: str, keep: Any, width: int, scores: Any) -> Tensor:
     if isinstance(keep, Real) and not isinstance(keep, bool):
-        is_count = isinstance(keep, Integral)
-        number = int(keep) if is_count else max(1, round(float(keep) * width))
-        if not 1 <= number <= width or not (is_count or 0 < keep <= 1):
+        number = int(keep) if isinstance(keep, Integral) else max(1, round(float(keep) * width))
+        if not 1 <= number <= width or not (isinstance(keep, Integral) or 0 < float(keep) <= 1):
             raise UserError(f"{group} has {width} channels and cannot keep {keep}; give 1 to {width}, or a share.")
         return scores().topk(number).indices.sort().values if number < width else torch.arange(width)
     channels = torch.as_tensor(keep, dtype=torch.int64).cpu().sort().values
