@@ -396,7 +396,7 @@ def test_resizing_the_vocabulary_without_the_grower_raises_an_error() -> None:
     wide.resize_token_embeddings(80, mean_resizing=False)
     actions = (lambda: train(wide, optimizer, TEXT, 1), grower.step, lambda: grower.finish(at_any_stage=True))
     for act in actions:
-        with pytest.raises(UserError, match="resized from 64 to 80 tokens under the Grower"):
+        with pytest.raises(UserError, match="resized from 64 to 80 tokens without the Grower"):
             act()
 
 
@@ -454,7 +454,7 @@ def test_depth_grows_without_width_and_refuses_to_shrink() -> None:
     trigger = At({0: {"width": 0.5}, 4: {"depth": 0.5}, 6: 1.0})
     assert [trigger.fraction_grown(stage, {}) for stage in range(3)] == [0.0, 0.5, 1.0]
     for depths in ((1.0, 0.5), (0.0, 1.5), (0.0, "all")):
-        with pytest.raises(UserError, match="is no fraction of the blocks from"):
+        with pytest.raises(UserError, match="must be a fraction of the blocks, from"):
             At({epoch: {"depth": depth} for epoch, depth in enumerate(depths)})
 
 

@@ -207,7 +207,7 @@ def test_new_channels_without_a_gradient_raise_an_error() -> None:
 
 def test_channels_that_are_not_zero_raise_an_error_with_the_layers_name() -> None:
     run = started(mlp(nn.Sigmoid()), (5,), GradMax())
-    with pytest.raises(UserError, match="GradMax cannot grow 2: behind 2 its channels are not zero where the"):
+    with pytest.raises(UserError, match="GradMax cannot grow 2: behind 2 its channels are not zero although"):
         run.grow({"2": 5})
 
 

@@ -198,7 +198,7 @@ def test_an_instance_norm_with_unknown_input_raises_an_error() -> None:
         lambda net, x: F.instance_norm(x * net.scale, weight=net.weight),
         **{"scale": nn.Parameter(torch.ones(6, 1, 1)), "weight": nn.Parameter(torch.ones(6))},
     )
-    with pytest.raises(UserError, match="1 normalises each sample, and is no module of torch"):
+    with pytest.raises(UserError, match="1 normalises each sample, but is neither an InstanceNorm"):
         started(normed(inside), (2, 6, 6), Tiny()).grow({"0": 5})
 
 

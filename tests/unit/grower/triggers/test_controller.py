@@ -210,7 +210,7 @@ def test_parts_act_once_around_each_step_of_a_branch() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Controller(at=0.1), "at=0.1 of a Controller must lie between"),
+        (lambda: Controller(at=0.1), "at=0.1 of a Controller must be from"),
         (lambda: Controller(branch=0.1), "branch=0.1 of a Controller must be"),
         (lambda: Controller(batches=1), "batches must be at least 2, not 1"),
         (lambda: Controller(max_steps=3.5), "max_steps must be an integer, not 3.5"),
