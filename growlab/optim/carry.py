@@ -273,7 +273,7 @@ def check_following(optimizer: Optimizer, places: Mapping[int, tuple[str, Tensor
 
 
 def _cannot_follow(optimizer: Any, places: Mapping[int, tuple[str, Tensor]]) -> str:
-    """Describe state of a replaced parameter that cannot be mapped to another shape; "" if there is none."""
+    """Describe state of a replaced parameter that cannot be mapped to another shape, or return ""."""
     for param, state in getattr(optimizer, "state", {}).items():
         # L-BFGS keeps the state of all parameters with the first.
         of_all = bool(places) and isinstance(optimizer, torch.optim.LBFGS)

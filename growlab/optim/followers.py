@@ -29,6 +29,7 @@ from growlab.optim.carry import (
 )
 from growlab.optim.muon import Muon
 from growlab.optim.regional import Regional
+from growlab.optim.settings import set_params
 from growlab.widths import Carry, WidthGraph
 from growlab.widths.unchanged import is_overwritten
 
@@ -341,7 +342,7 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> 
 def remove_parameters(optimizer: Optimizer, absent: Container[int]) -> None:
     """Remove the parameters with these `id`s from an optimizer's groups and its state."""
     for group in getattr(optimizer, "param_groups", ()):
-        group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in absent]
+        set_params(group, [parameter for parameter in group["params"] if id(parameter) not in absent])
     state = getattr(optimizer, "state", {})
     for parameter in [parameter for parameter in state if id(parameter) in absent]:
         del state[parameter]
@@ -372,8 +373,9 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
         members = [list(now.values())]
     else:
         members = _by_group(past_groups, now, len(groups), type(optimizer).__name__)
+    names = {id(p): name for name, p in now.items()}
     for group, own in zip(groups, members, strict=True):
-        group["params"][:] = [*own, *(p for p in group["params"] if id(p) not in known)]
+        set_params(group, [*own, *(p for p in group["params"] if id(p) not in known)], names)
     remove_parameters(optimizer, known - {id(p) for p in now.values()})
 
 

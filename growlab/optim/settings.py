@@ -67,13 +67,23 @@ def exempt_from_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> N
         >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
         [(2, 0.01), (1, 0.0)]
     """
-    exempt = {id(p): p for p in without_decay(network)}
-    group = optimizer.param_groups[0]
-    if not exempt or len(optimizer.param_groups) > 1 or not group.get("weight_decay"):
+    exempt, group = {id(p) for p in without_decay(network)}, optimizer.param_groups[0]
+    moved = [p for p in group["params"] if id(p) in exempt]
+    if not moved or len(optimizer.param_groups) > 1 or not group.get("weight_decay"):
         return
     decayed = [p for p in group["params"] if id(p) not in exempt]
     if not decayed:
         group["weight_decay"] = 0.0
         return
-    group["params"][:] = decayed
-    optimizer.add_param_group({"params": list(exempt.values()), "weight_decay": 0.0})
+    names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+    set_params(group, decayed)
+    params = [(names[id(p)], p) for p in moved] if names else moved
+    optimizer.add_param_group({"params": params, "weight_decay": 0.0})
+
+
+def set_params(group: dict[str, Any], params: Sequence[Tensor], names: Mapping[int, str] | None = None) -> None:
+    """Set a group's parameters, and its `param_names` if it has any; new parameters get their `names`, by `id`."""
+    if "param_names" in group:
+        known = {**(names or {}), **dict(zip(map(id, group["params"]), group["param_names"], strict=True))}
+        group["param_names"] = [known[id(p)] for p in params]
+    group["params"][:] = params

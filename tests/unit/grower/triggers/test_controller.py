@@ -216,7 +216,7 @@ def test_parts_act_once_around_each_step_of_a_branch() -> None:
         (lambda: Controller(max_steps=3.5), "max_steps must be an integer, not 3.5"),
         (lambda: Controller(total_steps=0), "total_steps must be at least 1, not 0"),
         (lambda: Controller(at="0.3"), "at must be"),
-        (lambda: Controller(width=2), "a width of 2 is no fraction"),
+        (lambda: Controller(width=2), "a width of 2 must be a fraction"),
     ],
 )
 def test_controller_rejects_invalid_arguments(make: Callable[[], Controller], message: str) -> None:
@@ -286,7 +286,7 @@ def test_odds_of_language_models_are_those_of_their_tokens() -> None:
 def test_a_loop_that_provides_nothing_is_asked_to() -> None:
     loop = Loop(False)
     loop.grower.training = growlab.grower.triggers.Training()
-    with pytest.raises(UserError, match="takes the loop's batches and loss"):
+    with pytest.raises(UserError, match="with the loop's batches and loss"):
         loop.train()
     loop = Loop(False)
     loop.trigger.total_steps = None
