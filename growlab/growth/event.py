@@ -248,24 +248,10 @@ def grow(
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
+    given = {"gradients": gradients or {}, "data": data, "normalised": normalised}
+    given["observed"] = method.observe(model, graph, probe)
     stored = gathered(tensors_of(model, graph))
-    context = GrowthContext(
-        graph,
-        as_applied(graph, stored),
-        dict(state.widths),
-        dict(new_widths),
-        seed,
-        stage,
-        averaged=None if averaged is None else as_applied(graph, averaged),
-        gradients=gradients or {},
-        observed=method.observe(model, graph, probe),
-        averaged_observed={} if averaged_event is None else averaged_event.observed,
-        data=data,
-        averaged_event=None if averaged_event is None else _tensors_and_carry(graph, averaged_event),
-        multipliers=state.multipliers,
-        normalised=normalised,
-        constants=constants.unchanged(graph, state.constants, stored if averaged is None else averaged, state.widths),
-    )
+    context = _context(graph, state, new_widths, seed, stored, averaged, averaged_event, **given)
     growth = grown(model, method, context)
     next_state = _next_state(state, method, context, growth)
     with _replaced(model, graph, state, _changed(context, growth), rebuilding) as replaced:
@@ -290,6 +276,29 @@ def grow(
         carry=gradients_follow(method, growth),
         observed=context.observed,
     )
+
+
+def _context(
+    graph: WidthGraph,
+    state: GrowthState,
+    new_widths: Mapping[str, int],
+    seed: int,
+    stored: Mapping[str, Tensor],
+    averaged: Mapping[str, Tensor] | None,
+    averaged_event: GrowthEvent | None,
+    **given: Any,
+) -> GrowthContext:
+    """Make the growth method's input from the network's tensors and, for an average, from the averaged network's."""
+    still_constant = constants.unchanged(graph, state.constants, stored if averaged is None else averaged, state.widths)
+    given |= {"multipliers": state.multipliers, "constants": still_constant}
+    if averaged is not None:
+        given["averaged"] = as_applied(graph, averaged)
+    if averaged_event is not None:
+        new = {name: new.detach() for name, (_, new) in averaged_event.replaced.items()}
+        given["averaged_event"] = as_applied(graph, new), averaged_event.carry
+        given["averaged_observed"] = averaged_event.observed
+    widths = dict(state.widths), dict(new_widths)
+    return GrowthContext(graph, as_applied(graph, stored), *widths, seed, state.stage + 1, **given)
 
 
 def grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> GrownTensors:
@@ -416,10 +425,6 @@ def _warn_of_terms(before: Outputs, after: Outputs) -> None:
             "from growing layers are weighted differently from now on",
             described,
         )
-
-
-def _tensors_and_carry(graph: WidthGraph, event: GrowthEvent) -> tuple[Mapping[str, Tensor], Carry]:
-    return as_applied(graph, {name: new.detach() for name, (_, new) in event.replaced.items()}), event.carry
 
 
 def _checked(

@@ -148,7 +148,8 @@ class _Weight:
         with torch.inference_mode(False):
             # A clone, since a tensor made in inference mode stays an inference tensor.
             self.rows = rows.detach().clone().double().cpu().view(-1, *[1] * self._other_dims)
-        self._ready: tuple[Tensor, Tensor] | None = None
+        # 1 / m and m - 1 / m, on the weight's device and in its dtype.
+        self._ready: tuple[Tensor, ...] = ()
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -156,9 +157,8 @@ class _Weight:
 
     def prepare(self) -> nn.Parameter:
         """Move the multipliers to the weight's device and dtype, and return the weight."""
-        parameter = self.parameter
-        ready = self._ready
-        if ready is None or ready[0].device != parameter.device or ready[0].dtype != parameter.dtype:
+        parameter, ready = self.parameter, self._ready
+        if not ready or ready[0].device != parameter.device or ready[0].dtype != parameter.dtype:
             with torch.inference_mode(False):
                 inverse = 1.0 / self.rows
                 self._ready = replicated(inverse, parameter), replicated(self.rows - inverse, parameter)
@@ -166,15 +166,10 @@ class _Weight:
 
     def multiplied(self) -> Tensor:
         """Return m W as W / m + (m - 1 / m) W, where the second term is detached: this divides the gradient by m^2."""
-        assert self._ready is not None
-        inverse, rest = self._ready
-        parameter = self.parameter
+        (inverse, rest), parameter = self._ready, self.parameter
         # Without the mode of a module around this one, which may multiply the same weight.
         with torch._C.DisableTorchFunction():
             return torch.addcmul((parameter * rest).detach(), parameter, inverse)
-
-    def is_own(self, value: Any) -> bool:
-        return self._ready is not None and (value is self._ready[0] or value is self._ready[1])
 
 
 class _Multiplying(ModuleHook):
@@ -238,7 +233,7 @@ class _Multiplied(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__" and attribute not in _TRANSPOSES:
             # Reads an attribute such as a shape or a device.
             return func(*args, **kwargs)
-        if any(weight.is_own(value) for value in args for _, weight in self._weights):
+        if any(value is factor for value in args for _, weight in self._weights for factor in weight._ready):
             # A compiled forward includes the multiplication already; backends such as "eager" run it under this mode.
             return func(*args, **kwargs)
         return func(*map(self._multiplied, args), **{name: self._multiplied(value) for name, value in kwargs.items()})

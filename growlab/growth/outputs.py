@@ -313,10 +313,6 @@ def _filled(mean: Callable[..., float]) -> Callable[..., Tensor]:
     return lambda drawn, self, *args, **kwargs: drawn.fill_(mean(*args, **kwargs))
 
 
-def _probability(self: Tensor, p: Any = None, **_: Any) -> Tensor:
-    return self if p is None else torch.full_like(self, p)
-
-
 # Replacement of each draw by its mean, by function name; called with the drawn tensor and the arguments.
 _MEANS: dict[str, Callable[..., Tensor]] = {
     "rand": lambda drawn, *_, **__: drawn.fill_(0.5),
@@ -324,7 +320,7 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
     "randn": lambda drawn, *_, **__: drawn.zero_(),
     "randn_like": lambda drawn, *_, **__: drawn.zero_(),
     "normal": lambda drawn, mean=0.0, *_, **__: drawn.copy_(torch.as_tensor(mean)),
-    "bernoulli": lambda drawn, *args, **kwargs: drawn.copy_(_probability(*args, **kwargs)),
+    "bernoulli": lambda drawn, self, p=None, **_: drawn.copy_(self if p is None else torch.full_like(self, p)),
     "normal_": _filled(lambda mean=0.0, *_, **__: mean),
     "uniform_": _filled(lambda low=0.0, high=1.0, **named: (named.get("from", low) + named.get("to", high)) / 2),
     "exponential_": _filled(lambda rate=1.0, **named: 1.0 / named.get("lambd", rate)),

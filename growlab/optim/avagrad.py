@@ -102,9 +102,8 @@ class AvaGrad(Regional):
             else:
                 keys.append([(scope, stage) for stage in regions.stage_list])
                 sums = list(regions.sums(rate.double().square()).unbind(0))
-                pairs = regions.count_list
-                inner = rate.numel() // sum(pairs)
-                numbers = [n * inner for n in pairs]
+                inner = rate.numel() // sum(regions.count_list)
+                numbers = [n * inner for n in regions.count_list]
             for key, total, number in zip(keys[-1], sums, numbers, strict=True):
                 squares[key] = squares[key] + total
                 counts[key] += number

@@ -47,8 +47,7 @@ def default_inheritance(optimizer: Optimizer, carry: Carry | None = None) -> Inh
     """Return the papers' treatment of optimizer state at a growth event: "reset" or "inherit".
 
     Yuan et al. (2023) reset SGD's momentum and let adaptive optimizers keep their state. If an event rotates the basis
-    of channels, momentum rotates with it exactly, which does not change training (Bird, Appendix D): SGD and LARS then
-    keep it.
+    of channels, momentum rotates with it exactly (Bird, Appendix D): SGD and LARS then keep it.
 
     Args:
         optimizer: any optimizer.

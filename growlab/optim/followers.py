@@ -97,7 +97,9 @@ class Followers:
         if _STEP_HOOKS in vars(optimizer):
             if id(optimizer) not in self._announced:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
-            if normalises(optimizer) and is_known(optimizer):
+            modules = (kind.__module__ for kind in type(optimizer).__mro__ if kind is not Optimizer)
+            # Only torch's and growlab's classes, and those derived from them.
+            if normalises(optimizer) and any(m.startswith(("torch.optim.", "growlab.optim.")) for m in modules):
                 self._handles += Compensated(optimizer, self._owner).handles
             self._handles.append(optimizer.register_step_post_hook(partial(self._step, True)))
         if _LOAD_HOOKS in vars(optimizer):
@@ -440,12 +442,6 @@ class Compensated:
             if param.grad is not None:
                 param.copy_(laid_out(kept + (param - kept) / multipliers, param))
         self._before = []
-
-
-def is_known(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's class is torch's or growlab's, or derived from one of theirs."""
-    kinds = (kind.__module__ for kind in type(optimizer).__mro__ if kind is not Optimizer)
-    return any(module.startswith(("torch.optim.", "growlab.optim.")) for module in kinds)
 
 
 def _decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:

@@ -157,15 +157,10 @@ def weight_regions(
             stages = [axis.spread(births_by_group, widths, fixed=0).long() for axis in axes[: max(2, last + 1)]]
             stages[0] = torch.maximum(stages[0], torch.as_tensor(since.get(name, 0)))
             rows, *columns = stages if len(axes) > 1 else [torch.zeros(1, dtype=torch.int64), *stages]
-            regions[name] = Regions(
-                rows, _latest(columns), tuple(map(len, columns)), rated=name in weights and len(axes) > 1
-            )
+            rated = name in weights and len(axes) > 1
+            columns_I = reduce(lambda one, other: torch.maximum(one[:, None], other[None, :]).flatten(), columns)
+            regions[name] = Regions(rows, columns_I, tuple(map(len, columns)), rated)
     return regions
-
-
-def _latest(births: Sequence[Tensor]) -> Tensor:
-    """Latest birth stage of each combination of channels of several axes, flattened."""
-    return reduce(lambda one, other: torch.maximum(one[:, None], other[None, :]).flatten(), births)
 
 
 def _one_hot(index: Tensor, num_classes: int) -> Tensor:
