@@ -616,7 +616,7 @@ def grower_of(example):
         (lambda: Loop(parts=Part()), r"must be a list of parts"),
         (lambda: Loop(parts=[Part]), r"parts contain the class Part, not a part: write Part\(\.\.\.\)"),
         (lambda: Loop(parts=[5]), "parts contain 5, which is not a growlab.Part"),
-        (lambda: Loop().grower.load_state_dict(mlp().state_dict()), "no state of a Grower"),
+        (lambda: Loop().grower.load_state_dict(mlp().state_dict()), "not the state of a Grower"),
         (lambda: Loop().grower.step(epoch="1"), "epoch must be a finite number, not '1'"),
         (lambda: grower_of(PROBE[:0]), "no samples"),
         (lambda: grower_of(PROBE * math.nan), "the example contains NaN"),
