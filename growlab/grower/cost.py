@@ -21,14 +21,14 @@ def forward_flops(model: nn.Module, sample: Example) -> int:
 
     A complex multiply-add counts as four real ones. The network runs in eval mode; its mode is then restored.
     """
-    # It imports triton.
+    # Not at the top: it imports triton.
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
     counter = FlopCounterMode(display=False, custom_mapping=_formulas(flop_registry))
     with unchanged(model):
-        # The counter's hooks trip over a parameter that is itself an input of a module (a class token).
+        # The counter's hooks fail if a parameter that requires gradients is the input of a module (a class token).
         model.eval().requires_grad_(False)
-        # Weights that are computed from others are so once a batch, not once a sample: they are not counted.
+        # Parametrizations are computed once per batch, not per sample: they are cached before counting.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), cached(), _no_fused_layers():
             for module in model.modules():
                 if is_parametrized(module):
@@ -50,7 +50,7 @@ def _formulas(known: Mapping[Any, Callable[..., int]]) -> dict[Any, Callable[...
         aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
         aten.addbmm: lambda _, one, other, *__, **___: 2 * one.numel() * other.shape[-1],
         aten._trilinear: _trilinear,
-        # Tokens sorted by expert, by a matrix each.
+        # Tokens sorted by expert, times the expert's matrix.
         aten._grouped_mm: lambda tokens, matrices, *_, **__: 2 * tokens.numel() * matrices.shape[-1],
         **dict.fromkeys(
             (
@@ -62,11 +62,11 @@ def _formulas(known: Mapping[Any, Callable[..., int]]) -> dict[Any, Callable[...
             _attention,
         ),
     }
-    found: dict[Any, Callable[..., int]] = {op: partial(_complex, formula) for op, formula in formulas.items()}
-    for formula in found.values():
-        # The counter then hands tensors on, not their shapes.
+    result: dict[Any, Callable[..., int]] = {op: partial(_complex, formula) for op, formula in formulas.items()}
+    for formula in result.values():
+        # The counter then passes tensors, not shapes.
         formula._get_raw = True  # type: ignore[attr-defined]
-    return found
+    return result
 
 
 def _complex(formula: Callable[..., int], first: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -89,7 +89,7 @@ def _trilinear(
     *_: Any,
     **__: Any,
 ) -> int:
-    """`nn.Bilinear`: x W over one index, then the sum over the other; two a multiply-add of each."""
+    """`nn.Bilinear`: x W over one index, then the sum over the other; two FLOPs per multiply-add."""
     shapes = []
     for tensor, expanded in ((one, expand_1), (two, expand_2), (three, expand_3)):
         shape = list(tensor.shape)
@@ -103,21 +103,21 @@ def _trilinear(
 
 @contextmanager
 def _no_fused_layers() -> Iterator[None]:
-    """Make torch's Transformer layers and LSTMs run unfused, as operations that the counter knows."""
-    fused, one_dnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    """Run torch's Transformer layers and LSTMs unfused, as operations that the counter knows."""
+    mha, mkldnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
     torch.backends.mkldnn.set_flags(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        torch.backends.mkldnn.set_flags(one_dnn)
+        torch.backends.mha.set_fastpath_enabled(mha)
+        torch.backends.mkldnn.set_flags(mkldnn)
 
 
 def train_cost_percent(epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: float) -> float:
-    """Cost of a run in percent of that of the fixed-size network over `reference_epochs`, in forward FLOPs.
+    """Forward FLOPs of a run in percent of those of the fixed-size network over `reference_epochs`.
 
-    `epochs` and `flops` (per sample) are given per stage; `full_flops` per sample of the fixed-size network.
+    `epochs` and `flops` (per sample) are given by stage; `full_flops` are those of the fixed-size network per sample.
     """
     spent = sum(epoch * flop for epoch, flop in zip(epochs, flops, strict=True))
     return 100.0 * spent / (reference_epochs * full_flops)

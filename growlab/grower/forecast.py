@@ -17,9 +17,9 @@ class Forecast:
     """Stages of a run as known before training.
 
     Args:
-        trigger: of the run.
+        trigger: the run's trigger.
         graph: width graph of the prepared network at full width.
-        parts: features of the run, which may add width groups.
+        parts: the run's parts, which may add width groups.
 
     Attributes:
         stages: width of each group at every stage; None if training decides them.
@@ -61,7 +61,7 @@ class Forecast:
                     f"{after[narrower]} channels of {narrower!r}), and {method.name} only widens."
                 )
         if not any(part.grows for part in self._parts):
-            # Blocks that come in change which groups there are, and parts widen their own groups themselves.
+            # Inserted blocks change the groups, and parts widen their own groups themselves.
             steps = self._trigger.steps(self._graph)
             method.check(self._graph, [{g: step[g] for g in step if g not in self._own} for step in steps])
 
@@ -76,13 +76,13 @@ class Forecast:
         Args:
             asked: requested by the trigger; other groups keep their width.
             now: width of each group now.
-            stage: the new stage, as the trigger counts.
+            stage: the new stage as triggers count it.
         """
         scheduled = {} if self.stages is None else {g: self.stages[stage][g] for g in self._own}
         return {**now, **asked, **scheduled, **{group: now[group] for group in self.decided}}
 
     def nothing_grows(self) -> str:
-        """Return the reason why nothing would grow, as a sentence; "" if something does, or nothing should."""
+        """Return a warning if nothing can grow, else ""; also "" if nothing should."""
         if self._graph.groups or isinstance(self._trigger, Never) or any(part.grows for part in self._parts):
             return ""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self._graph.fixed.items())[:3])
@@ -96,28 +96,28 @@ class Forecast:
             return ""
         return (
             f"the trigger's last stage has {last[narrow[0]]} of {full[narrow[0]]} channels of {narrow[0]!r}: the "
-            "network will end narrower than it was made"
+            "network will end narrower than it was given"
         )
 
     def unreached(self, stage: int, stepped: bool) -> str:
-        """Return a warning if stages after this one are scheduled, else ""; it says if the loop never called `step`."""
+        """Return a warning if stages after this one are scheduled, else ""; `stepped` if the loop has called `step`."""
         if self.stages is None or stage >= len(self.stages) - 1:
             return ""
         why = "" if stepped else ", and the loop never called Grower.step"
         return (
-            f"training has ended in stage {stage} of {len(self.stages) - 1}{why}: the network is narrower than in its "
-            "last stage, which its trigger would have grown it to later"
+            f"training has ended in stage {stage} of {len(self.stages) - 1}{why}: the network is narrower than in the "
+            "trigger's last stage"
         )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a `Grower.state_dict` of another run, whose next stage would differ.
+        """Refuse a `Grower.state_dict` of another run.
 
         Raises:
-            UserError: it is not a grower's state, or that of another network, other parts or other widths.
+            UserError: it is not the state of a grower, or of another network, other parts or other widths.
         """
         kinds = {name: list if name == "events" else Mapping for name in _ENTRIES_OF_STATE}
         if not isinstance(state, Mapping) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
-            raise UserError("this is no state of a Grower: give what its own state_dict() returned.")
+            raise UserError("this is not the state of a Grower: give the result of Grower.state_dict().")
         if state["full_widths"] != self._graph.full_widths:
             raise UserError("the state is of another network: its width groups or their full widths differ.")
         names = {part.name for part in self._parts}
@@ -126,7 +126,7 @@ class Forecast:
             raise UserError(f"the state is of a run with other parts: {saved}; this one has {own}.")
         growth = GrowthState.from_dict(state["growth"])
         if self.stages is None or len(self.stages) == 1:
-            # With one stage, as where checkpoints are evaluated, there is no next one.
+            # With a single stage, as for the evaluation of checkpoints, no later one depends on the widths.
             return
         stage = growth.scheduled_stage
         here = self.stages[min(stage, len(self.stages) - 1)]
@@ -142,7 +142,7 @@ class Forecast:
 
         Args:
             widths: of all groups.
-            default: the stage if no stage has these widths.
+            default: returned if no stage has these widths.
         """
         stages = self.stages or []
         stage = stages.index(dict(widths)) if dict(widths) in stages else default

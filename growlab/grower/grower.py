@@ -71,7 +71,7 @@ from growlab.widths.meta import computed, named_tensors, share_attributes
 log = logging.getLogger(__name__)
 _Request = tuple[Widths, WidthPart | None]
 
-# Optimizer steps in which normalisations become plain, at most; and the part of a stage that they take.
+# Normalisations are annealed over at most this many optimizer steps, and over a stage's steps divided by this number.
 _ANNEAL_STEPS, _ANNEAL_PART = 100, 2
 
 
@@ -79,13 +79,13 @@ _ANNEAL_STEPS, _ANNEAL_PART = 100, 2
 class Grower(LoadingNetwork):
     """Grows a network during training, with its optimizers and averages.
 
-    The network becomes a seed at once, in place. Its outputs are right at any stage (a forward hook applies growth's
-    output factor), and its state_dict restores its widths when loaded into a network with a grower. Optimizers given
-    to `follow` keep their groups, schedules and state.
+    The network becomes a seed at once, in place. Its outputs are correct at any stage (a forward hook applies growth's
+    output factor), and its state_dict restores its widths when loaded into a network with a grower. Optimizers given to
+    `follow` keep their groups, schedules and state.
 
     The method draws new weights for all of the seed's tensors that grow: training starts from scratch, with a warning
-    if the network had been trained. `from_trained` grows a small trained network, and `growlab widen` enlarges saved
-    ones. The logger "growlab" logs one line per event, at INFO.
+    if the network has been trained before. `from_trained` grows a small trained network, and `growlab widen` enlarges
+    saved ones. The logger "growlab" logs one line per event, at INFO.
 
     With DistributedDataParallel each process calls `step` and, if that returned events, `growlab.grower.renew` on the
     wrapper.
@@ -94,16 +94,16 @@ class Grower(LoadingNetwork):
         network: at full width, possibly on device meta; its class, modules and parameter names stay the same.
         example: an input [B, ...] with B >= 2, a tuple of positional inputs, or a dict of inputs: used to trace the
             network, and to compare the outputs before and after each event.
-        method: initialises new entries and rescales old ones: a growth method, or its name on the command line such as
-            "ours"; None: `VarianceTransfer()`.
+        method: growth method, which initialises new entries and rescales old ones, or its name on the command line,
+            such as "ours"; None: `VarianceTransfer()`.
         trigger: decides the next widths and when to grow: a `growlab.Trigger`, a schedule, or a dict of epoch to
             width; None: {0: 0.25, 10: 0.5, 20: 1.0}.
         parts: features that accompany growth; see `growlab.parts`.
-        seed: of everything that growth draws.
-        anneal_steps: number of optimizer steps after an event in which normalisations over grown channels become plain
-            again, see `growlab.growth.anneal_norms`; or a function of the grower that returns it; None: half the steps
-            of the previous stage, or of the remaining training if known, at most 100.
-        graph: returned by `trace_for_growth` for this network; None: the network is traced here.
+        seed: random seed of everything that growth draws.
+        anneal_steps: number of optimizer steps after an event over which normalisations of grown channels are annealed
+            to plain ones, see `growlab.growth.anneal_norms`; or a function of the grower that returns it; None: half
+            the steps of the previous stage, or of the remaining training if known, at most 100.
+        graph: width graph from `trace_for_growth` for this network; None: the network is traced here.
         trace: the submodule to grow, or its name, if the network cannot be traced as a whole; the rest keeps its
             widths, see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
         shard: function that shards the network in place: calls of torch's `fully_shard` on its blocks and itself,
@@ -145,16 +145,16 @@ class Grower(LoadingNetwork):
         self.clock, self.events, self.training = Clock(), list[GrowthEvent](), Training()
         self.averages, self.notes = dict[str, nn.Module](), dict[str, Any]()
         self._anneal_steps, self._example = anneal_steps, example
-        # Optimizer steps of this stage so far, and those that its normalisations take.
+        # Optimizer steps of this stage so far, and the steps over which its normalisations are annealed.
         self._annealing, self.trained = (0, _ANNEAL_STEPS), False
         self._modules, self._units, self._checked = list[nn.Module](), set[str](), list[Any]()
-        self._answered = (self.clock, -1)  # time and stage at which a trigger that counts epochs asked for nothing
+        self._answered = (self.clock, -1)  # last time and stage at which a trigger that counts epochs returned None
         self._regions: dict[str, Regions] | None = None
         self.sharding: Sharding | None = None
         check_sharding(shard, method, self.parts)
         traced = graph is None
         if graph is None:
-            # A network that keeps its widths need not be one whose widths can be found.
+            # A network that keeps its widths need not be traceable.
             resizes, probe = self.trigger.resizes, self.probe()
             graph = trace_for_growth(self.network, probe, method, self.parts, seed, grows=resizes, submodule=trace)
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
@@ -172,8 +172,8 @@ class Grower(LoadingNetwork):
         drawn = self.seed_widths != graph.full_widths or method.draws_full_width
         if drawn and (reason := not_fresh(self.network)):
             log.warning(
-                "growth starts from scratch and draws new weights, but this network's are not its constructor's (%s): "
-                "to keep the weights of a small trained network, use Grower.from_trained",
+                "growth starts from scratch and draws new weights, but this network seems to be trained (%s): to keep "
+                "the weights of a small trained network, use Grower.from_trained",
                 reason,
             )
         fraction = self.forecast.fraction_grown(0, self.seed_widths)
@@ -223,12 +223,12 @@ class Grower(LoadingNetwork):
                 network.
             wide: the network at full width and depth; becomes the small one in place and loses its weights.
             example: see `Grower`.
-            method: see `Grower`; None: `HyperCloning(noise_std=0.1)`, whose copies separate by their noise.
-            optimizer: the small network's, or several; the same objects continue.
-            trigger: see `Grower`; "small" stands for the small network's widths, {0: "small", 500: 1.0}; None: all
-                growth at the first call of `step`.
-            layers: order of a deeper network's layers: "interleave" puts each copy after its original, "end" all new
-                layers after the last; or the new indices of the small network's layers.
+            method: see `Grower`; None: `HyperCloning(noise_std=0.1)`, whose noise separates copies.
+            optimizer: the small network's optimizer, or several; the same objects continue.
+            trigger: see `Grower`; "small" stands for the small network's widths, as in {0: "small", 500: 1.0}; None:
+                all growth at the first call of `step`.
+            layers: order of a deeper network's layers: "interleave" puts each copy after its original, "end" puts all
+                new layers after the last one; or the new indices of the small network's layers.
             parts: see `Grower`; one that inserts layers replaces `layers`.
             state: see `follow`.
             seed: see `Grower`.
@@ -270,47 +270,48 @@ class Grower(LoadingNetwork):
         """Attach optimizers, and averages of the network, to follow it through growth; once each.
 
         Args:
-            followers: optimizers of any library; those made before the network became a seed receive the seed's
-                parameters. Or modules with the network's tensors, i.e. averages such as
-                `torch.optim.swa_utils.AveragedModel`.
+            followers: optimizers of any library; those made before the network became a seed get the seed's parameters.
+                Or averages of the network: modules with its tensors, such as `torch.optim.swa_utils.AveragedModel`.
             state: treatment of these optimizers' state at an event, see `growlab.optim.follow`.
             announced: the loop calls `before_step` once gradients are computed, because its optimizers use a closure.
 
         Raises:
             UserError: a follower is of another kind or has other tensors, `state` is unknown, or the network has been
-                sharded since.
+                sharded in the meantime.
         """
         self._make_ready()
         with as_user_errors():
             check_inheritance(state)
         self._modules += self._attach(followers, state, announced)
 
-    def _attach(self, given: Iterable[Optimizer | nn.Module], state: Inheritance, announced: bool) -> list[nn.Module]:
-        """Attach optimizers, and modules that average the network; return those copies of it that are new."""
+    def _attach(
+        self, followers: Iterable[Optimizer | nn.Module], state: Inheritance, announced: bool
+    ) -> list[nn.Module]:
+        """Attach optimizers, and modules that average the network; return the copies of it that are new."""
         modules: list[nn.Module] = []
-        for one in given:
-            check_follower(one, self.sharding)
-            if isinstance(one, nn.Module):
-                for copy in copies_in(one, self.network):
+        for follower in followers:
+            check_follower(follower, self.sharding)
+            if isinstance(follower, nn.Module):
+                for copy in copies_in(follower, self.network):
                     if not any(copy is known for known in (*self.copies().values(), *modules)):
                         self._hook(copy)
                         modules.append(copy)
             elif any(
                 kind.__name__ == "ZeroRedundancyOptimizer" or kind.__module__.startswith("deepspeed.")
-                for kind in type(one).__mro__
+                for kind in type(follower).__mro__
             ):
                 raise UserError(
-                    f"{type(one).__name__} shares parameters out among processes once, by their size: growth "
-                    "would have to share them out again; give each process an ordinary optimizer."
+                    f"{type(follower).__name__} partitions parameters among processes once, by their size, and growth "
+                    "would have to do it again: give each process an ordinary optimizer."
                 )
-            elif (inner := list(inside(one))) or isinstance(one, Optimizer):
+            elif (inner := list(inside(follower))) or isinstance(follower, Optimizer):
                 # Wrappers of accelerate and Fabric, SAM, Lookahead and the like contain the optimizer that steps, may
                 # share its groups and its state, and may have additional state.
                 modules += self._attach(inner, state, False)
-                self.followers.add(one, state, announced)
+                self.followers.add(follower, state, announced)
             else:
                 raise UserError(
-                    f"{type(one).__name__} cannot follow a network: give torch.optim.Optimizers, or modules that "
+                    f"{type(follower).__name__} cannot follow a network: give torch.optim.Optimizers, or modules that "
                     "are averages of the network."
                 )
         return modules
@@ -324,8 +325,8 @@ class Grower(LoadingNetwork):
         """Provide training data and records to methods, triggers and parts, once before the first step.
 
         Args:
-            batches: maps n to n training batches (this process's part): tuples of inputs and targets.
-            loss: mean loss of a batch from the network's output and the targets.
+            batches: function of n that returns n training batches (this process's part): tuples of inputs and targets.
+            loss: function of the network's output and the targets that returns the mean loss of a batch.
             known: further fields of `growlab.grower.triggers.Training`.
 
         Raises:
@@ -355,29 +356,28 @@ class Grower(LoadingNetwork):
     ) -> list[GrowthEvent]:
         """Grow if the trigger asks for it; call this before the next batch.
 
-        A repeated call at the same epoch and step does nothing, so a resumed run may repeat it; nor does a call after
-        `finish`. If anything is raised, the network, optimizers and all other state are restored, and `step` may be
-        called again.
+        A repeated call at the same epoch and step, as in a resumed run, does nothing; nor does a call after `finish`.
+        If anything is raised, the network, optimizers and all other state are restored, and `step` may be called again.
 
         Args:
             epoch: the epoch that starts, from 0.
             step: optimizer steps done.
-            cost: spent so far, in the trigger's unit. Omitted arguments keep their last values.
+            cost: cost so far, in the trigger's unit. Omitted arguments keep their last values.
             then: function called after events, such as `lambda: renew(ddp)`; if it raises, the events are undone.
 
         Returns:
             New events, usually none: the same objects as in `events`.
 
         Raises:
-            UserError: the method or an optimizer does not support the event, ranks differ, the trigger's unit was
-                never given, a value is smaller than before, or the network has been sharded since.
+            UserError: the method or an optimizer does not support the event, ranks differ, the trigger's unit was never
+                given, a value is smaller than before, or the network has been sharded in the meantime.
             ParityError: the outputs would change by more than the method allows.
         """
         if step is not None and cost is None and self._is_answered(epoch, step):
             return []
         given: dict[str, Any] = not_none(epoch=epoch, step=step, cost=cost)
         before, unit = (self.clock, self._units), self.trigger.unit
-        # A network that is finished may be trained on from the beginning.
+        # After `finish` the loop's clock may start again.
         self.clock = clock = self.clock.moved(**given) if self._open else replace(self.clock, **given)
         self._units = self._units | given.keys()
         try:
@@ -406,7 +406,7 @@ class Grower(LoadingNetwork):
         return events
 
     def _is_answered(self, epoch: int | None, step: int) -> bool:
-        """Move on within an epoch, and return True, if the trigger has asked for nothing in it."""
+        """Advance the clock within an epoch in which the trigger has returned None; return True if it did."""
         now, stage = self._answered
         if self.clock is not now or self.state.stage != stage or epoch != now.epoch or step <= now.step:
             return False
@@ -424,7 +424,8 @@ class Grower(LoadingNetwork):
             The network.
 
         Raises:
-            UserError: normalisations are not plain yet, or an optimizer's state still waits; nothing has changed then.
+            UserError: normalisations are not plain yet, or an optimizer's loaded state does not fit yet. Nothing has
+                changed then.
         """
         self.followers.check_loaded()
         check_vocabulary(self.network, self._vocabulary)
@@ -473,26 +474,26 @@ class Grower(LoadingNetwork):
         """Refuse pickling and shallow copies."""
         raise TypeError("a Grower cannot be pickled or copied shallowly: save its state_dict() instead.")
 
-    # What triggers, parts and optimizers ask -----------------------------------------------------------------
+    # For triggers, parts and optimizers ----------------------------------------------------------------------
 
     @property
     def auxiliary_flops(self) -> int:
-        """Forward FLOPs of auxiliary passes so far, each including a backward pass or equal cost."""
-        passes = (*(event.notes for event in self.events), *self.trigger.auxiliary_passes)
-        return sum(each.get("auxiliary_flops", 0) for each in passes)
+        """Forward FLOPs of auxiliary passes so far; each also had a backward pass, or other work of equal cost."""
+        receipts = (*(event.notes for event in self.events), *self.trigger.auxiliary_passes)
+        return sum(receipt.get("auxiliary_flops", 0) for receipt in receipts)
 
     @property
     def anneal_steps(self) -> int:
-        """Optimizer steps in which normalisations of this stage become plain."""
+        """Number of optimizer steps over which normalisations of this stage are annealed."""
         if callable(self._anneal_steps):
             return self._anneal_steps(self)
         return self._annealing[1] if self._anneal_steps is None else self._anneal_steps
 
     def _begin_stage(self) -> None:
-        """Choose the steps in which normalisations of the new stage become plain."""
-        (before, chosen), training, clock = self._annealing, self.training, self.clock
-        if before:
-            chosen = min(_ANNEAL_STEPS, before // _ANNEAL_PART)
+        """Choose the number of steps over which normalisations of the new stage are annealed."""
+        (steps_before, chosen), training, clock = self._annealing, self.training, self.clock
+        if steps_before:
+            chosen = min(_ANNEAL_STEPS, steps_before // _ANNEAL_PART)
         if training.total_steps is not None:
             done = clock.step if "step" in self._units else sum(training.steps[: clock.epoch])
             if (left := training.total_steps - done) > 0:
@@ -505,8 +506,8 @@ class Grower(LoadingNetwork):
         parameters = dict(self.network.named_parameters())
         device = next(iter(parameters.values())).device
         if self._regions is None:
-            known = weight_regions(self.graph, self.state.births, {**self.births(), **tokens_since(self)})
-            self._regions = {name: known[name] for name in parameters if name in known}
+            regions = weight_regions(self.graph, self.state.births, {**self.births(), **tokens_since(self)})
+            self._regions = {name: regions[name] for name in parameters if name in regions}
         self._regions = {name: region.to(device) for name, region in self._regions.items()}
         return self._regions
 
@@ -514,14 +515,14 @@ class Grower(LoadingNetwork):
         """Return parameters and entries added at a stage or later, such as rows of new tokens, to freeze the others.
 
         Args:
-            since: stage, from 1; the seed and what `from_trained` loads are stage 0.
+            since: stage, from 1; the seed and the weights that `from_trained` loads have stage 0.
         """
         return newborn(self, since)
 
     def divisors(self) -> dict[Tensor, Tensor]:
-        """Divisors of the steps of optimizers such as Adam, by parameter: row multipliers, if the method has any."""
-        known = row_multipliers(self.network) if self.method.compensates else {}
-        return {self.network.get_parameter(name): rows for name, rows in known.items()}
+        """Divisors of steps of optimizers such as Adam, by parameter: row multipliers if the method `compensates`."""
+        multipliers = row_multipliers(self.network) if self.method.compensates else {}
+        return {self.network.get_parameter(name): rows for name, rows in multipliers.items()}
 
     def on_step(self, after: bool) -> None:
         """Act before and after each step of the optimizer that has the network's parameters."""
@@ -544,8 +545,8 @@ class Grower(LoadingNetwork):
     # Events --------------------------------------------------------------------------------------------------
 
     def _next_request(self) -> _Request | None:
-        """Return the widths to grow to now and the part that asks for them (None: the trigger), or None."""
-        # Parts first: the trigger's event may drop the optimizer's state, which they may read.
+        """Return the widths to grow to now and the part that requests them (None: the trigger), or None."""
+        # Parts first: the trigger's event may reset the optimizer's state, which they may read.
         for part in self.parts:
             if isinstance(part, WidthPart) and (widths := part.decide(self)) is not None:
                 return widths, part
@@ -553,7 +554,7 @@ class Grower(LoadingNetwork):
         return None if asked is None else (asked, None)
 
     def _grow_as_asked(self, then: Callable[[], Any] | None) -> list[GrowthEvent]:
-        """Perform all requested events, and call `then` if there were any; an error or the trigger undoes all."""
+        """Perform all requested events, then call `then` if there were any; an error or `Declined` undoes them."""
         events: list[GrowthEvent] = []
         with decision(self, self.parts):
             request = self._next_request()
@@ -571,27 +572,27 @@ class Grower(LoadingNetwork):
                 return []
         return events
 
-    # New parameters are to be trained, wherever the event happens.
+    # Parameters made in inference mode could not be trained.
     @torch.inference_mode(False)
-    def _grow_once(self, asked: Widths, asker: WidthPart | None) -> GrowthEvent:
-        """Grow the network and its followers to widths that a part (for its own groups) or the trigger asks for."""
+    def _grow_once(self, requested: Widths, requester: WidthPart | None) -> GrowthEvent:
+        """Grow the network and its followers to widths that a part (for its own groups) or the trigger requests."""
         seconds, before, num_params = Seconds(), dict(self.state.widths), _num_params(self.network)
-        method = self.method if asker is None else asker.method
+        method = self.method if requester is None else requester.method
         assert method is not None
-        widths, given = self._widths_of_event(asked, asker)
+        widths, method_widths = self._widths_of_event(requested, requester)
         with as_user_errors():
             self.followers.check(before, widths)
         gradients = self.gradients() if method.wants_gradients else {}
         copies = self.copies()
         for network in (self.network, *copies.values()):
             ranks.broadcast_buffers(network)
-        parts = self.parts if asker is None else (asker,)
+        parts = self.parts if requester is None else (requester,)
         notes = merged(*(part.before_growth(self, widths) for part in parts))
         data = self.measurement(method.batches, method.name) if method.batches else None
         seconds.note("data")
         enlarge = partial(
             grow,
-            new_widths=given,
+            new_widths=method_widths,
             seed=self.seed,
             probe=self.probe(),
             gradients=gradients,
@@ -603,7 +604,7 @@ class Grower(LoadingNetwork):
         past, averaged = GrowthState.from_dict(self.state.as_dict()), tensors_of(self.network, self.graph)
         with as_user_errors():
             event = enlarge(self.network, self.graph, method, self.state, data=data)
-            self.state.unscheduled += asker is not None
+            self.state.unscheduled += requester is not None
             replaced, carry = widen_parts(self, self.parts, self.network, self.state, widths, event)
             seconds.note("grow")
             self._regions = None
@@ -613,24 +614,24 @@ class Grower(LoadingNetwork):
         for name, copy in copies.items():
             state = GrowthState.from_dict(past.as_dict())
             average: dict[str, Any] = {"averaged": averaged, "averaged_event": event}
-            along = partial(enlarge, copy, self.graph, method, state, **average)
-            notes |= self._grow_average(name, copy, state, widths, along)
+            grow_copy = partial(enlarge, copy, self.graph, method, state, **average)
+            notes |= self._grow_average(name, copy, state, widths, grow_copy)
         event = replace(event, widths_after=dict(widths), replaced=replaced, carry=carry)
         notes = merged(notes, *(part.after_growth(self, event) for part in self.parts))
         seconds.note("followers")
         if self.check_ranks and ranks.several():
             ranks.compare(self.state_to_compare(), f"after growth to stage {self.state.stage}")
         seconds.note("rank_check")
-        # Else the ninth width exceeds the compiler's recompile limit and it silently stops compiling.
+        # Otherwise the ninth width would exceed the compiler's recompile limit, and it would silently stop compiling.
         torch.compiler.reset()
         seconds.move("grow", "data", 0.0 if data is None else data.cost.seconds)
         seconds.move("grow", "parity", event.parity_sec)
         notes = merged(notes, {} if data is None else data.report())
-        if asker is not None:
-            notes["asked_by"] = asker.name
+        if requester is not None:
+            notes["asked_by"] = requester.name
         else:
             notes, self.notes = notes | self.notes, {}
-        # Without tensors, which would stay in memory for as long as the events.
+        # Without tensors, which would stay in memory as long as the events do.
         event = replace(
             event,
             **asdict(self.clock),
@@ -651,29 +652,28 @@ class Grower(LoadingNetwork):
             self.anneal(1.0)
         return event
 
-    def _widths_of_event(self, asked: Widths, asker: Part | None) -> tuple[Widths, Widths]:
-        """Width of each group after an event, and the same with parts' own groups unchanged, for the method."""
+    def _widths_of_event(self, requested: Widths, requester: Part | None) -> tuple[Widths, Widths]:
+        """Width of each group after an event; and the same for the method, which leaves groups of parts unchanged."""
         now = dict(self.state.widths)
-        if asker is not None:
-            return {**now, **asked}, {**now, **asked}
-        for group, width in asked.items():
-            known = group in now
-            if not known or not isinstance(width, Integral) or width < 1:
-                what = f"{width!r} channels" if known else "a width"
+        if requester is not None:
+            return {**now, **requested}, {**now, **requested}
+        for group, width in requested.items():
+            if group not in now or not isinstance(width, Integral) or width < 1:
+                what = f"{width!r} channels" if group in now else "a width"
                 raise UserError(
                     f"{type(self.trigger).__name__} asks for {what} of {group!r}: give whole numbers from 1 on for "
                     f"groups of this network ({', '.join(now)})."
                 )
-        asked = {group: int(width) for group, width in asked.items()}
-        widths = self.forecast.complete(asked, now, self.state.scheduled_stage + 1)
+        requested = {group: int(width) for group, width in requested.items()}
+        widths = self.forecast.complete(requested, now, self.state.scheduled_stage + 1)
         return widths, {**widths, **{g: now[g] for part in self.parts for g in part.groups if g in now}}
 
     def _grow_average(
-        self, name: str, copy: nn.Module, state: GrowthState, widths: Widths, along: Callable[[], GrowthEvent]
+        self, name: str, copy: nn.Module, state: GrowthState, widths: Widths, grow_copy: Callable[[], GrowthEvent]
     ) -> dict[str, float]:
         """Grow an average of the network by the same event; return entries of the receipt."""
         try:
-            event = along()
+            event = grow_copy()
         except ParityError as error:
             raise ParityError(f"{name}, an average of the network: {error}") from error
         widen_parts(self, self.parts, copy, state, widths, event)

@@ -46,7 +46,7 @@ class LoadingNetwork(GrowingNetwork):
     _regions: dict[str, Regions] | None
     _vocabulary: int | None
     sharding: Sharding | None
-    # By name: factors on a parameter and on its gradient, with which trained weights were loaded.
+    # Factors on parameters and on their gradients, by name, applied when trained weights were loaded.
     moved_factors: Mapping[str, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -130,8 +130,8 @@ class LoadingNetwork(GrowingNetwork):
             multiple_of: round up to a multiple of this, as padded vocabularies are.
 
         Returns:
-            The receipt, also in `events`; its notes have the numbers of tokens. It begins a stage, at which
-            `newborn`, optimizers with rates by age and parts count the new rows as born.
+            The receipt, also in `events`; its notes have the numbers of tokens. It begins a stage, which is the birth
+            stage of the new rows for `newborn`, parts, and optimizers with rates by age.
 
         Raises:
             UserError: the network has no vocabulary or is sharded, `size` is not larger, or another tensor depends on
@@ -144,8 +144,8 @@ class LoadingNetwork(GrowingNetwork):
 
         Each expert and its router's row are copied, and `by` times as many experts compute each token, so outputs stay
         the same. Noise that sums to zero over the copies of an expert is added to their last layers, so that training
-        separates them. Optimizers and averages follow: moments are those of the copies' gradients, which are the
-        expert's over `by`. With DistributedDataParallel call `growlab.grower.renew` afterwards.
+        separates them. Optimizers and averages follow: a copy's gradient is its expert's divided by `by`, and moments
+        are mapped accordingly. With DistributedDataParallel call `growlab.grower.renew` afterwards.
 
         A loss that balances the load by the number of experts, as with `output_router_logits`, is `by` times as large.
 
@@ -154,12 +154,12 @@ class LoadingNetwork(GrowingNetwork):
             noise: standard deviation of the noise, relative to that of the weights.
 
         Returns:
-            The receipt, also in `events`; its notes have the numbers of experts. It begins a stage. Copies of experts
-            are no newborn entries: they have their originals' ages.
+            The receipt, also in `events`; its notes have the numbers of experts. It begins a stage, but copies of
+            experts have the ages of their originals: they are not newborn.
 
         Raises:
-            UserError: the network is no mixture of experts that growlab knows, is sharded, or is to get more layers; or
-                its outputs would change.
+            UserError: the network is not a mixture of experts that growlab knows, is sharded, or has layers still to be
+                inserted; or its outputs would change.
         """
         return multiply_experts(self, by, noise)
 
@@ -229,53 +229,52 @@ class LoadingNetwork(GrowingNetwork):
         needed = self.graph.axes.keys() - self.graph.constants.keys()
         if self.method.changes_storage and not needed <= network.state_dict().keys():
             raise UserError(
-                f"growth has ended, and {self.method.name} stored weights in another form before: load checkpoints "
+                f"growth has ended, and {self.method.name} stored weights in another form until then: load checkpoints "
                 f"saved during training into a new network with its own Grower (or callback)."
             )
-        known = None if state is None else GrowthState.from_dict(state)
-        graph = self.graph_at(known or self._state_from_keys(tensors, self.state))
-        # Constants that are not saved follow the others.
+        saved = None if state is None else GrowthState.from_dict(state)
+        graph = self.graph_at(saved or self._state_from_keys(tensors, self.state))
+        # Constants may be missing: their widths follow from the other tensors.
         if not graph.axes.keys() - graph.constants.keys() <= tensors.keys():
             return
         shapes = {name: tuple(tensors[name].shape) for name in graph.axes if name in tensors}
-        # Groups whose tensors are yet to come have the widths that they are to come with.
-        widths = {**(self.state if known is None else known).widths, **graph.widths_of(shapes)}
+        # Groups of blocks that are not inserted yet have no tensors: the state has their widths.
+        widths = {**(saved or self.state).widths, **graph.widths_of(shapes)}
         if any(graph.shape(name, widths) != shape for name, shape in shapes.items()):
             return
-        known = known if known is not None and known.widths == widths else None
+        new = saved if saved is not None and saved.widths == widths else None
         own = self.state if network is self.network else state_of(network)
-        if known is None and own is not None:
-            known = self._state_of_tensors(tensors, own, widths)
-        if known is None or known is own:
+        if new is None and own is not None:
+            new = self._state_of_tensors(tensors, own, widths)
+        if new is None or new is own:
             return
-        if self.sharding is not None and not self._has_structure_of(known):
+        if self.sharding is not None and not self._has_structure_of(new):
             raise UserError(
                 "a sharded network cannot change its widths while it loads: call the Grower's load_state_dict before "
                 "the network's."
             )
         if network is self.network:
-            self._set_state(known)
+            self._set_state(new)
         else:
-            self.resize_to(network, known)
+            self.resize_to(network, new)
             if own is not self.state:
-                vars(own).update(vars(known))
-            restore(network, self.graph_at(known), known)
+                vars(own).update(vars(new))
+            restore(network, self.graph_at(new), new)
 
     def _state_of_tensors(self, tensors: Mapping[str, Tensor], own: GrowthState, widths: Widths) -> GrowthState:
-        """Infer the state for tensors saved without one; the network's state if they fit."""
+        """Infer the state for tensors saved without one; if they fit the network it is `own`."""
         stage, births = self.forecast.stage_of(widths, self.state.stage)
         guess = GrowthState(stage, dict(widths), births, asked=self.state.asked)
-        guess = self._state_from_keys(tensors, guess)
-        fits, saved = ((own.widths, set(own.blocks)) == (widths, set(guess.blocks)), saved_multipliers(tensors))
-        if fits and saved.keys() - own.multipliers.keys():
-            # Such as those of a network that has been finished since.
-            return replace(own, multipliers=saved)
-        return own if fits else replace(guess, multipliers=saved)
+        guess, multipliers = self._state_from_keys(tensors, guess), saved_multipliers(tensors)
+        if (own.widths, set(own.blocks)) != (widths, set(guess.blocks)):
+            return replace(guess, multipliers=multipliers)
+        # The network may have been finished since, without multipliers.
+        return replace(own, multipliers=multipliers) if multipliers.keys() - own.multipliers.keys() else own
 
-    # New parameters are to be trained, wherever they are loaded.
+    # Parameters made in inference mode could not be trained.
     @torch.inference_mode(False)
     def _set_state(self, state: GrowthState) -> None:
-        """Switch to another state of growth: structure, widths, factors and regions."""
+        """Change the network, its copies and optimizers to another state of growth."""
         past, graph = dict(self.network.named_parameters()), self.graph_at(state)
         state = replace(state, constants={**self.state.constants, **state.constants})
         for network in (self.network, *self.copies().values()):

@@ -27,10 +27,10 @@ from growlab.growth.rescale import folded
 from growlab.widths import Example, UnsupportedOperation, WidthGraph, trace
 from growlab.widths.inputs import inputs_of, values_of
 
-# What PowerSGD's state keeps for each bucket of gradients: buckets are others afterwards.
+# Entries of PowerSGD's state for each bucket of gradients, which a rebuilt wrapper divides differently.
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
-# Where torch's wrappers hold the module inside.
+# Attribute of torch's wrappers for the module inside.
 _INSIDE = "_checkpoint_wrapped_module"
 
 METHODS: dict[str, Callable[[], GrowthMethod]] = {
@@ -86,13 +86,13 @@ def trace_for_growth(
     """Trace a full-width network, and apply the `prepare` of method and parts, in place.
 
     Args:
-        network: at full width.
+        network: the network at full width.
         example: see `Grower`.
         method: the growth method.
-        parts: features besides growing.
-        seed: the run's.
+        parts: features that accompany growth.
+        seed: the run's random seed.
         keep_full: see `growlab.widths.trace`.
-        grows: if False, a network that cannot be traced has no width groups.
+        grows: if False, a network that cannot be traced gets a graph without width groups.
         submodule: see `growlab.widths.trace`.
 
     Returns:
@@ -107,9 +107,7 @@ def trace_for_growth(
     check_whole(network)
     _check_memory(network)
     if (state := state_of(network)) is not None and state.widths:
-        raise UserError(
-            "the network is growing already, as a Grower made it a seed: finish that, or build the network again."
-        )
+        raise UserError("the network is growing already with another Grower: finish that, or build the network again.")
     try:
         follow_norms = method.follows_norms or any(part.follows_norms for part in parts)
         graph = trace(network, inputs, keep_full, follow_norms, submodule)
@@ -124,7 +122,7 @@ def trace_for_growth(
 
 
 def check_arguments(seed: Any, anneal_steps: Any) -> None:
-    """Raise a UserError for a seed or a number of steps on which a `Grower` would fail later."""
+    """Raise a UserError for a seed or number of steps that would make a `Grower` fail later."""
     with as_user_errors():
         whole(-(2**64), seed=seed)
         if anneal_steps is not None and not callable(anneal_steps):
@@ -132,21 +130,20 @@ def check_arguments(seed: Any, anneal_steps: Any) -> None:
 
 
 def _check_values(inputs: tuple[Any, ...]) -> None:
-    for given in values_of(inputs):
-        if not isinstance(given, Tensor) or given.is_meta:
+    for value in values_of(inputs):
+        if not isinstance(value, Tensor) or value.is_meta:
             continue
-        if given.ndim and not len(given):
+        if value.ndim and not len(value):
             raise UserError("the example has no samples: give a batch of at least two.")
-        if given.is_floating_point() and bool(given.isnan().any()):
+        if value.is_floating_point() and bool(value.isnan().any()):
             raise UserError("the example contains NaN: outputs could not be compared on it.")
 
 
 def check_whole(network: nn.Module) -> None:
-    """Raise a UserError for wrappers of distributed training, sharded parameters and torch's composable replication."""
+    """Raise a UserError for wrappers of distributed training, sharded parameters, and replication in place."""
     if isinstance(network, (DistributedDataParallel, nn.DataParallel)):
         raise UserError(
-            f"{type(network).__name__} is a wrapper: give the network inside of it, and wrap that after the Grower is "
-            "made."
+            f"{type(network).__name__} is a wrapper: give the network inside it, and wrap that once the Grower is made."
         )
     for module in network.modules():
         kind: Any = type(module)
@@ -154,7 +151,7 @@ def check_whole(network: nn.Module) -> None:
         parameters = module._parameters.values()
         if not reason and any(map(is_piece, parameters)):
             reason = _SHARDED
-        # The wrapper itself is around the network.
+        # The FSDP1 wrapper itself may be outside of the network.
         if not reason and _MARK in vars(module):
             reason = _FSDP1
         if any(hasattr(p, "ds_id") for p in parameters):
@@ -164,26 +161,25 @@ def check_whole(network: nn.Module) -> None:
 
 
 _SHARDED = (
-    "is sharded: give Grower the network before, and the function that calls fully_shard or parallelize_module as "
-    "shard=, since growth has to cut parameters again"
+    "is sharded: give Grower the network before that, and the function that calls fully_shard or parallelize_module as "
+    "shard=, since growth has to shard parameters again"
 )
-# FSDP leaves this in all modules inside of those that it shards.
+# Attribute that FSDP1 sets on all modules inside those that it shards.
 _MARK = "_is_fsdp_managed_module"
 _FSDP1 = (
     "is sharded by FSDP1, whose flat parameters growth cannot resize: use torch's fully_shard, see shard= of Grower"
 )
 _ZERO = (
-    "is of DeepSpeed, whose ZeRO stages share parameters out in flat buffers, which growth cannot resize: shard it "
+    "is of DeepSpeed, whose ZeRO stages partition parameters in flat buffers, which growth cannot resize: shard it "
     "with torch's fully_shard, see shard= of Grower"
 )
-# What modules of classes with such names are.
+# Reasons to refuse modules whose classes have such names.
 _REFUSED = {
     "fully_sharded_data_parallel.FullyShardedDataParallel": _FSDP1,
     "fsdp.FSDPModule": _SHARDED,
     "_fully_shard.FSDPModule": _SHARDED,
     "torch.distributed._composable.replicate": "is replicated by torch.distributed._composable.replicate, which keeps "
-    "the parameters that growing replaces: wrap it in DistributedDataParallel, and call growlab.grower.renew after "
-    "events",
+    "parameters that growth replaces: wrap it in DistributedDataParallel, and call growlab.grower.renew after events",
     "torch.distributed.pipelining": "is a stage of a pipeline, and growth has to see the whole network: shard it with "
     "torch's fully_shard, see shard= of Grower",
     "deepspeed.": _ZERO,
@@ -191,21 +187,20 @@ _REFUSED = {
 
 
 def same_classes(known: list[tuple[nn.Module, type, list[type]]]) -> bool:
-    """Return True if modules and parameters have the classes that `see_whole` has found: sharding changes them."""
+    """Return True if modules and parameters still have the classes that `see_whole` returned; sharding changes them."""
     return bool(known) and all(type(module) is kind and _kinds(module) == kinds for module, kind, kinds in known)
 
 
 def _kinds(module: nn.Module) -> list[type]:
-    """Classes of a module's parameters, of their dictionary, which DeepSpeed replaces, and of FSDP's mark."""
+    """Classes of a module's parameters, of their dictionary (which DeepSpeed replaces) and of FSDP's mark."""
     return [type(module._parameters), type(vars(module).get(_MARK)), *map(type, module._parameters.values())]
 
 
 @cache
 def _distributed(kind: Any) -> str:
-    """Reason to refuse modules of a class that processes share out, else ""."""
+    """Reason to refuse modules of a class of distributed training, else ""."""
     bases = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-    found = (why for name, why in _REFUSED.items() for base in bases if name in base)
-    return next(found, "")
+    return next((reason for name, reason in _REFUSED.items() for base in bases if name in base), "")
 
 
 def _check_memory(network: nn.Module) -> None:
@@ -215,7 +210,7 @@ def _check_memory(network: nn.Module) -> None:
         try:
             start = p.data_ptr()
         except (RuntimeError, ValueError):
-            # A tensor subclass that wraps others has no memory itself, nor has a lazy parameter, which `trace` refuses.
+            # Tensor subclasses that wrap others, and lazy parameters, which `trace` refuses, have no memory themselves.
             continue
         if start and p.numel():
             last = sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))
@@ -228,8 +223,8 @@ def _check_memory(network: nn.Module) -> None:
             and np.shares_memory(*(_Memory.of(network.get_parameter(name)) for name in (one, other)))
         ):
             raise UserError(
-                f"{one} and {other} are two Parameters in the same memory, which growing would part: tie them as one "
-                "(assign the Parameter itself, not nn.Parameter of it)."
+                f"{one} and {other} are two Parameters in the same memory, which growth would separate: tie them as "
+                "one (assign the Parameter itself, not nn.Parameter of it)."
             )
 
 
@@ -248,7 +243,7 @@ class _Memory:
 
 
 def not_fresh(network: nn.Module) -> str:
-    """Return a sign that the weights are not those of the network's constructor, or "".
+    """Return a sign that the network has been trained, or "".
 
     Constructors leave weights and biases of normalisations constant, running statistics at 0 and 1, and no gradients.
     """
@@ -277,11 +272,11 @@ def renew(module: nn.Module) -> None:
     parameters and buffers are equal on all ranks after an event.
 
     Args:
-        module: the wrapper, of the default process group, or a library's module around it (accelerate's `prepare`,
-            Fabric's `setup`). A single process needs no wrapper.
+        module: the wrapper, in the default process group, or a library's module around it (from accelerate's `prepare`
+            or Fabric's `setup`). A single process needs no wrapper.
 
     Raises:
-        UserError: several processes train, and the module contains no wrapper, or one of another process group.
+        UserError: several processes train, and the module contains no wrapper, or one with another process group.
 
     If anything is raised, the wrapper is unchanged.
     """
@@ -303,11 +298,11 @@ def _renew(wrapper: DistributedDataParallel) -> None:
         raise UserError(
             "a wrapper with its own process group cannot be rebuilt: delete it and wrap the network again."
         ) from error
-    # The old parameters, and the old hooks on those that stay, go before the new ones are added.
     trained = [p for p in wrapper.module.parameters() if p.requires_grad]
-    # A static graph is learnt again: without this the new reducer waits for the reduction at the end of its first step.
+    # A static graph is recorded again: without this the new reducer waits for a reduction at the end of its first step.
     state |= {"_module_parameters": trained, "_comm_hooks": [], "_static_graph_delay_allreduce_enqueued": False}
     before = dict(vars(wrapper))
+    # The reducer's hooks on parameters that stay have to go before those of the new one are added.
     del wrapper.reducer, wrapper.logger
     try:
         wrapper.__setstate__(state)
@@ -325,14 +320,14 @@ def _renew(wrapper: DistributedDataParallel) -> None:
 
 def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
     """Find the wrapper around a module, or None, among all Python objects (takes a fraction of a second)."""
-    found = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
-    return next((each for each in found if each.module is module), None)
+    wrappers = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    return next((wrapper for wrapper in wrappers if wrapper.module is module), None)
 
 
 def see_through(network: nn.Module, graph: WidthGraph) -> None:
-    """Restore the traced names of modules in torch's `checkpoint_wrapper` or `offload_wrapper`.
+    """Restore the traced names of modules inside torch's `checkpoint_wrapper` or `offload_wrapper`.
 
-    They may have been added after tracing. torch uses these names in the state_dict too.
+    The wrappers may have been added after tracing. torch uses the traced names in the state_dict too.
     """
 
     def is_new(path: str, module: nn.Module) -> bool:
@@ -341,14 +336,14 @@ def see_through(network: nn.Module, graph: WidthGraph) -> None:
         inside = f"{path}.{_INSIDE}.".removeprefix(".")
         return not any(name.startswith(inside) for name in graph.axes)
 
-    # One may stand in another, whose name it has then.
+    # One at a time, since a wrapper inside another gets the name of the outer one.
     while new := next((m for path, m in network.named_modules() if is_new(path, m)), None):
-        # A method, whose copy is one of the wrapper's copy.
+        # A bound method: a deep copy is bound to the copied wrapper.
         vars(new)["named_modules"] = MethodType(named_modules, new)
 
 
 def see_whole(network: nn.Module, graph: WidthGraph, sharded: bool = False) -> list[tuple[nn.Module, type, list[type]]]:
-    """See through wrappers, and return what `same_classes` compares; refuse networks that others have sharded."""
+    """Restore traced names, and return the classes for `same_classes`; refuse networks sharded by others."""
     if not sharded:
         check_whole(network)
     reshard(network)
@@ -366,7 +361,7 @@ def look_at_wrappers(network: nn.Module) -> None:
 def named_modules(
     wrapper: ActivationWrapper, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`nn.Module.named_modules` of a wrapper, which shares its name with the module inside."""
+    """`nn.Module.named_modules` of a wrapper, with the wrapper's name for the module inside it."""
     memo = set() if memo is None else memo
     if wrapper not in memo:
         if remove_duplicate:
@@ -377,19 +372,19 @@ def named_modules(
 
 def copies_in(follower: nn.Module, network: nn.Module) -> list[nn.Module]:
     """Find copies of the network in an averaging module, which may contain the network itself too."""
-    own, wanted, found = set(network.modules()), _shapes(network), list[nn.Module]()
+    own, shapes, copies = set(network.modules()), _shapes(network), list[nn.Module]()
     waiting = [follower]
     for module in waiting:
-        if module not in own and _shapes(module) == wanted:
-            found.append(module)
+        if module not in own and _shapes(module) == shapes:
+            copies.append(module)
         elif module not in own:
             waiting += module.children()
-    if not found:
+    if not copies:
         raise UserError(
             f"{type(follower).__name__} cannot grow along: its tensors are not those of the network as it "
             "is now; copy the network after the Grower was made."
         )
-    return found
+    return copies
 
 
 def _shapes(module: nn.Module) -> dict[str, Any]:
@@ -405,7 +400,7 @@ def plain_tensors(
     """State dict as `Grower.finish` would leave it, and the original value of every entry that differs."""
     new = folded(network, graph, output_factor)
     names = {id(t): name for name, t in (*network.named_parameters(), *network.named_buffers())}
-    # The same names stand for shared tensors, which have several keys.
+    # A shared tensor has several keys, but one name.
     keys = {key: names.get(id(t)) for key, t in network.state_dict(keep_vars=True).items()}
     tensors, kept = network.state_dict(), dict[str, Tensor]()
     for key in list(tensors):

@@ -1,4 +1,4 @@
-"""The interface of parts: hooks that do nothing by default."""
+"""Interface of parts: methods that do nothing by default."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,13 +24,13 @@ class Part(Described):
     """A feature that accompanies growth, such as averaged weights.
 
     Attributes:
-        name: key of its state and its receipt entries; by default its key in the configuration, else the class's name
-            in snake case.
+        name: key of the part's state and receipt entries; by default its key in the configuration, else the class's
+            name in snake case.
         groups: width groups that the part itself widens, see `WidthPart`; the growth method keeps their widths.
         grows: the part enlarges the network, even without width groups.
-        method: growth method of the events that the part itself asks for, see `WidthPart.decide`; None: no events.
-        follows_norms: like a growth method's attribute, for the part's groups.
-        num_copies: copies of the network that the part keeps, for estimates of memory.
+        method: growth method of events that the part itself requests, see `WidthPart.decide`; None: no events.
+        follows_norms: as in `GrowthMethod`, for the part's groups.
+        num_copies: number of copies of the network that the part keeps, for estimates of memory.
         one_group: the part adds parameters, so optimizers must have a single group.
         shards: the part supports sharded networks, although it changes tensors.
         saved: attributes saved in `state_dict`, by key.
@@ -49,7 +49,7 @@ class Part(Described):
     # Before training ---------------------------------------------------------------------------------------
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return False to be left out of runs with this trigger."""
+        """Return False to leave the part out of runs with this trigger."""
         return True
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
@@ -61,12 +61,12 @@ class Part(Described):
         return graph
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
-        """Remove modules that a prepared network does not have yet at a fraction of growth, in place.
+        """Remove modules from a prepared network that it does not have yet at a fraction of growth, in place.
 
         Called for the seed, and for copies whose cost and memory are measured.
 
         Returns:
-            The width graph of the rest.
+            The width graph of the remaining network.
         """
         return graph
 
@@ -75,20 +75,20 @@ class Part(Described):
         return inputs
 
     def check(self, grower: GrowingNetwork) -> None:
-        """Refuse unsupported growers; called before the seed is made, and again once the training is known.
+        """Check that the part supports the grower; called before the seed is made, and again by `Grower.provide`.
 
         Raises:
-            UserError: the reason.
+            UserError: it does not.
         """
 
     def attach(self, network: nn.Module) -> None:
         """Add hooks to the network, or to a copy of it; called again if training continues after `finish`."""
 
     def detach(self, network: nn.Module) -> None:
-        """Remove the hooks that `attach` has added."""
+        """Remove the hooks that `attach` added."""
 
     def begin(self, grower: GrowingNetwork) -> None:
-        """Start; called once, when the network is a seed. Add averages of the network to `grower.averages`."""
+        """Start, once the network is a seed. Add averages of the network to `grower.averages` here."""
 
     # While the network trains ------------------------------------------------------------------------------
 
@@ -105,23 +105,23 @@ class Part(Described):
         return {}
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
-        """Act after a growth event, when optimizers and averages have followed; return entries for its receipt."""
+        """Act after a growth event, once optimizers and averages have followed; return entries for its receipt."""
         return {}
 
     def before_step(self, grower: GrowingNetwork) -> None:
-        """Act before each step of the optimizer that has the network's parameters (the last of several)."""
+        """Act before each step of the network's optimizer: of the last one attached if there are several."""
 
     def after_step(self, grower: GrowingNetwork) -> None:
-        """Act after each of those steps."""
+        """Act after each step of the network's optimizer."""
 
     def before_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
-        """Act before each step of each optimizer, with the gradients that it will use; see also `before_step`."""
+        """Act before each step of any attached optimizer, with the gradients that it will use."""
 
     def after_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
-        """Act after each of those steps; of a wrapper's, after those of the optimizer inside."""
+        """Act after each step of any attached optimizer; for a wrapper, after the step of the optimizer inside."""
 
     def finish(self, grower: GrowingNetwork) -> None:
-        """Act at the end, before the network becomes an ordinary one."""
+        """Act at the end of growth, before the network becomes an ordinary one."""
 
     # Checkpoints -------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Part(Described):
         return {key: getattr(self, attribute) for key, attribute in self.saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`; averages already have the checkpoint's widths."""
+        """Load the result of `state_dict`; averages have the checkpoint's widths already."""
         for key, attribute in self.saved.items():
             setattr(self, attribute, state.get(key, getattr(self, attribute)))
 
@@ -145,16 +145,16 @@ class WidthPart(Part):
     def decide(self, grower: GrowingNetwork) -> Widths | None:
         """Return new widths of the part's groups, for an event with its `method`; None to keep the current ones.
 
-        Called at every step or epoch, before the trigger, and again after each event. The decision must be a function
-        of the grower, since a resumed run asks again.
+        Called at every step or epoch, before the trigger, and again after each event. The decision must depend only on
+        the grower, since a resumed run calls this again.
         """
         return None
 
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Widen the part's groups in the network, or in an average of it, after the growth method's event.
 
-        Update the network's growth `state`. `widths` are the new widths of all groups. Return the old and the new
-        tensors by name.
+        Update the network's growth `state`. `widths` are the new widths of all groups. Return old and new tensors by
+        name.
         """
         return {}
 
@@ -178,7 +178,7 @@ class BlockPart(Part):
         return state
 
     def restore(self, network: nn.Module, state: GrowthState) -> None:
-        """Change a network, or an average of it, to the structure of a state, before it loads tensors."""
+        """Change the structure of the network, or of an average of it, to that of a state, before it loads tensors."""
 
 
 def remove_pre_hooks(network: nn.Module, kind: type) -> None:
@@ -190,48 +190,48 @@ def remove_pre_hooks(network: nn.Module, kind: type) -> None:
 
 
 def numbers_of_stages(counts: Any, num_stages: int, most: int, what: str) -> Sequence[int]:
-    """Return the number of channels at each stage; raise a UserError unless all are ascending, from 1 to `most`."""
-    found = list(counts) if isinstance(counts, Iterable) else []
-    numbers = all(isinstance(one, Integral) and not isinstance(one, bool) and 1 <= int(one) <= most for one in found)
-    if len(found) != num_stages or not numbers or sorted(found) != found:
+    """Return the number of channels at each stage; raise a UserError unless they ascend, from 1 to `most`."""
+    numbers = list(counts) if isinstance(counts, Iterable) else []
+    valid = all(isinstance(n, Integral) and not isinstance(n, bool) and 1 <= int(n) <= most for n in numbers)
+    if len(numbers) != num_stages or not valid or sorted(numbers) != numbers:
         raise UserError(
             f"counts must give {num_stages} ascending numbers of {what} from 1 to {most}, one for each stage, not "
-            f"{found or counts!r}."
+            f"{numbers or counts!r}."
         )
-    return found
+    return numbers
 
 
 _Value = TypeVar("_Value")
 
 
 def value_at(values: Sequence[_Value], fraction_grown: float) -> _Value:
-    """Return the value at a fraction of growth, of values that are reached evenly."""
-    # A fraction of growth may be slightly below its exact value by rounding.
+    """Return the value at a fraction of growth, of values that follow at equal steps of it."""
+    # Rounding may have left the fraction slightly below its exact value.
     return values[int(fraction_grown * (len(values) - 1) + 1e-9)]
 
 
 def check_fraction_known(grower: GrowingNetwork, what: str) -> None:
-    """Raise a UserError if the trigger does not know the fraction of growth at each stage, which `what` needs."""
+    """Raise a UserError if the trigger does not know the fraction of growth at each stage, which `what` need."""
     if grower.trigger.fraction_grown(0, grower.seed_widths) is None:
         raise UserError(
-            f"{what} need a trigger that knows how far growth has come: take a schedule of stages or a demand, and a "
-            "growth method that follows it."
+            f"{what} need a trigger that knows the fraction of growth at each stage: use a schedule of stages or a "
+            "demand, and a growth method that follows it."
         )
 
 
 def checked_parts(parts: Any) -> tuple[Part, ...]:
-    """Check that parts are parts, and give each a unique name; raise a UserError otherwise."""
+    """Check the type of parts and give each a name; raise a UserError for other objects or equal names."""
     if not isinstance(parts, Sequence):
         raise UserError(f"parts={parts!r} must be a list of parts: [{parts!r}].")
     if kind := next((part for part in parts if isinstance(part, type)), None):
-        raise UserError(f"parts hold the class {kind.__name__}, not a part: write {kind.__name__}(...).")
+        raise UserError(f"parts contain the class {kind.__name__}, not a part: write {kind.__name__}(...).")
     if (other := next((part for part in parts if not isinstance(part, Part)), None)) is not None:
-        raise UserError(f"parts hold {other!r}, which is no growlab.Part.")
+        raise UserError(f"parts contain {other!r}, which is not a growlab.Part.")
     for part in parts:
         part.name = part.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(part).__name__).lower()
     names = [part.name for part in parts]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"two parts are called {twice}, the key of their states: give one another name.")
+        raise UserError(f"two parts have the name {twice}, which is the key of their state: rename one.")
     return tuple(parts)
 
 
@@ -243,15 +243,15 @@ def widen_parts(
     widths: Widths,
     event: GrowthEvent,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Carry]:
-    """Let parts widen their own groups in a grower's network or an average, to the widths after the method's event.
+    """Let parts widen their own groups in a grower's network or an average, after the growth method's event.
 
-    Return one event for optimizers, which combines the method's and the parts' changes.
+    Return old and new tensors, and the rule for gradients, of both changes together, for optimizers.
     """
     own: dict[str, tuple[Tensor, Tensor]] = {}
     for part in parts:
         if isinstance(part, WidthPart) and any(widths[g] != state.widths[g] for g in part.groups):
             own |= part.widen(grower, network, state, widths)
-    # The method's event may have replaced a tensor already.
+    # The method's event may have replaced the same tensors before.
     own = {name: (event.replaced.get(name, pair)[0], pair[1]) for name, pair in own.items()}
     return {**event.replaced, **own}, event.carry.extended(dict(widths)) if own else event.carry
 
@@ -266,15 +266,16 @@ def open_channels(
     seed: int,
     zero: bool = False,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Widen a group that methods leave as it is, such as classes, in place; return old and new tensors by name.
+    """Widen a group that methods do not change, such as classes, in place; return old and new tensors by name.
 
-    New entries are drawn as the method draws weights; with `zero`, new columns of the layers that read the channels are
-    zero. New biases are zero, and constants take the full network's values. New channels belong to the state's stage.
+    New entries are drawn by the method's `new_weights`; with `zero`, new columns of the layers that read the channels
+    are zero. New biases are zero, and constants get the full network's values. New channels are born at the state's
+    stage.
     """
     before = dict(state.widths)
     widths, stored = {**before, group: count}, tensors_of(network, graph)
-    still, old = unchanged(graph, state.constants, stored, before), as_applied(graph, stored)
-    context = GrowthContext(graph, old, before, widths, seed, state.stage, constants=still)
+    constants, old = unchanged(graph, state.constants, stored, before), as_applied(graph, stored)
+    context = GrowthContext(graph, old, before, widths, seed, state.stage, constants=constants)
     new = dict[str, Tensor]()
     for name, axes in graph.axes.items():
         roles = {axis.role for axis in axes if group in axis.groups}
@@ -283,11 +284,11 @@ def open_channels(
             if zero and "in" in roles:
                 entries.zero_()
             entries[grid(context.kept(name), entries.device)] = old[name]
-            new[name] = context.constant(name, entries) if name in still else entries
+            new[name] = context.constant(name, entries) if name in constants else entries
     state.multipliers = carried_multipliers(graph, state.multipliers, {}, Carry(), before, widths)
     state.widths = widths
     state.births[group] = state.births[group] + [state.stage] * (count - before[group])
-    # The length of a normalised weight's rows, too.
+    # A normalised weight's lengths change with it.
     lengths = [length for direction, (length, _) in graph.weight_norms.items() if direction in new]
     all_stored = as_stored(graph, {**old, **new})
     replaced = replace_tensors(network, graph, {name: all_stored[name] for name in dict.fromkeys((*new, *lengths))})

@@ -1,6 +1,8 @@
 """Remove channels from a trained network by its width groups: structured pruning with the same tracer as growth."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -18,7 +20,7 @@ from growlab.optim import follow
 from growlab.widths import Carry, Example, WidthGraph, grid, replace_tensors, restore_tensors, tensors_of
 from growlab.widths.meta import copied
 
-#: Channels of one group to keep: their indices, their number, or their share of the group.
+#: Channels of a group to keep: their indices, their number, or their fraction.
 Keep = int | float | Sequence[int] | Tensor
 Score = Literal["l1", "taylor", "random"]
 
@@ -33,29 +35,29 @@ def prune(
     example: Example | None = None,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Remove channels from a network in place, which leaves an ordinary network of its class with smaller widths.
+    """Remove channels from a network, in place; it stays an ordinary network of its class, with smaller widths.
 
-    The pruned network computes what the network with the removed channels masked computes: consumers do not read them,
+    The pruned network computes the same as the network with the removed channels masked: consumers do not read them,
     and statistics of layer, RMS and group normalisations run over the channels that are kept.
 
     Args:
         network: the network that `graph` was traced from, at its full widths.
         graph: from `growlab.trace`.
-        keep: channels to keep, by group, or one fraction for all groups; other groups stay whole. A channel
-            of a group of attention heads is a head, with the key head that it shares.
+        keep: channels to keep, by group, or one fraction for all groups; other groups stay whole. A channel of a
+             group of attention heads is a head, with the key head that it shares.
         score: how channels are ranked where `keep` is a number: "l1", the sum of absolute weights that produce or
             consume the channel (Li et al. 2017); "taylor", the sum of |weight * gradient| over them, with the gradients
             in `.grad` (Molchanov et al. 2019); "random"; or custom scores, [channels] by group.
-        optimizer: is pruned too: same object and groups, state of the kept channels.
-        example: an input of the network; if given, pruned and masked outputs are compared, and the network stays as it
-            is if they differ.
-        seed: of random scores.
+        optimizer: pruned too: the same object and groups, with the state of the kept channels.
+        example: an input of the network; if given, pruned and masked outputs are compared, and the network is not
+            changed if they differ.
+        seed: seed of random scores.
 
     Returns:
         The indices that were kept, in order, by group.
 
     Raises:
-        UserError: there is no such group or channel, nothing would be left of a group, gradients are missing for
+        UserError: a group or channel does not exist, no channel of a group would be left, gradients are missing for
             "taylor", or the outputs on `example` differ from those of the masked network.
     """
     wanted = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(graph.groups, keep)
@@ -64,8 +66,8 @@ def prune(
     if unknown := [group for group in wanted if group not in graph.groups]:
         raise UserError(f"the network has no width group {unknown[0]!r}; there are {', '.join(graph.groups)}.")
     kept = {
-        group: _kept(group, one, before[group], lambda group=group: _scores(network, graph, group, before, score, seed))
-        for group, one in wanted.items()
+        group: _kept(group, channels, before[group], partial(_scores, network, graph, group, before, score, seed))
+        for group, channels in wanted.items()
     }
     kept = {group: channels for group, channels in kept.items() if len(channels) < before[group]}
     after = {group: len(kept[group]) if group in kept else width for group, width in before.items()}
@@ -87,7 +89,7 @@ def prune(
         if error > 1e3 * torch.finfo(masked.dtype).eps:
             restore_tensors(network, graph, replaced)
             raise UserError(
-                f"the pruned network would differ from the masked one by {error:.0e} of its output: its code computes "
+                f"the pruned network's output would differ from the masked one's by {error:.0e}: its code computes "
                 "numbers from one of these widths; leave out some of " + ", ".join([*kept][:5]) + "."
             )
     if optimizer is not None:
@@ -96,19 +98,20 @@ def prune(
     return {group: kept.get(group, identity[group]) for group in wanted}
 
 
-def _kept(group: str, keep: Keep, width: int, scores: Any) -> Tensor:
-    if isinstance(keep, (int, float)) and not isinstance(keep, bool):
-        number = keep if isinstance(keep, int) else max(1, round(keep * width))
-        if not 1 <= number <= width or (isinstance(keep, float) and not 0 < keep <= 1):
-            raise UserError(f"{group} has {width} channels and cannot keep {keep}; give 1 to {width}, or a share.")
+def _kept(group: str, keep: Any, width: int, scores: Any) -> Tensor:
+    if isinstance(keep, Real) and not isinstance(keep, bool):
+        number = int(keep) if isinstance(keep, Integral) else max(1, round(float(keep) * width))
+        if not 1 <= number <= width or not (isinstance(keep, Integral) or 0 < float(keep) <= 1):
+            raise UserError(f"{group} has {width} channels and cannot keep {keep}; give 1 to {width}, or a fraction.")
         return scores().topk(number).indices.sort().values if number < width else torch.arange(width)
     channels = torch.as_tensor(keep, dtype=torch.int64).cpu().sort().values
     if (
-        not len(channels)
+        channels.dim() != 1
+        or not len(channels)
         or len(channels.unique()) < len(channels)
         or not 0 <= int(channels[0]) <= int(channels[-1]) < width
     ):
-        raise UserError(f"{group} keeps some of its channels 0 to {width - 1}, each once; not {channels.tolist()}.")
+        raise UserError(f"{group} can keep some of its channels 0 to {width - 1}, each once; not {channels.tolist()}.")
     return channels
 
 
@@ -129,7 +132,7 @@ def _scores(
         return torch.rand(width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if score not in ("l1", "taylor"):
         raise UserError(f"there is no score {score!r}; there are l1, taylor and random, or scores by group.")
-    found, tensors = torch.zeros(width, dtype=torch.float64), as_applied(graph, tensors_of(network, graph))
+    scores, tensors = torch.zeros(width, dtype=torch.float64), as_applied(graph, tensors_of(network, graph))
     for name, parameter in network.named_parameters():
         axes = graph.axes.get(name, ())
         # Gains, biases and lengths do not measure a channel's importance.
@@ -142,14 +145,14 @@ def _scores(
             size = parameter.detach() * parameter.grad
             length, dim = graph.weight_norms.get(name, ("", 0))
             if length and (g := network.get_parameter(length)).grad is not None:
-                # The gradient of v has no part along v.
+                # The gradient of v is orthogonal to v.
                 size = size + g.detach() * g.grad * (parameter / torch.norm_except_dim(parameter, 2, dim)).detach() ** 2
         size = size.abs().double().cpu()
         for dim, axis in enumerate(axes):
             if group in axis.groups:
                 others = [other for other in range(size.dim()) if other != dim]
-                found.index_add_(0, *_by_channel(axis, group, widths, size.sum(others)))
-    return found
+                scores.index_add_(0, *_by_channel(axis, group, widths, size.sum(others)))
+    return scores
 
 
 def _by_channel(axis: Any, group: str, widths: Mapping[str, int], values: Tensor) -> tuple[Tensor, Tensor]:

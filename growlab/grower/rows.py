@@ -1,4 +1,4 @@
-"""Add rows to tensors outside of width groups of a model of transformers: one per token or one per expert."""
+"""Add tokens or experts to a model of transformers: rows of tensors outside of width groups."""
 
 import copy
 import logging
@@ -27,13 +27,13 @@ TOKENS, EXPERTS = "tokens", "experts"
 EXACT = 1e-6
 # Largest change of the outputs otherwise, in units of rounding.
 _TIMES_ROUNDED = 1e3
-# Attributes of configurations and modules.
+# Attributes of configurations and modules: the number of experts, and of those that compute each token.
 _NUMBERS = ("num_local_experts", "num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k")
 
 
 def with_rows(graph: WidthGraph, names: Iterable[str], part: Part) -> WidthGraph:
-    """Return a width graph in which these tensors have other rows: a fixed number, or the channels of a group."""
+    """Return a width graph in which the rows of these tensors are a fixed number, or the channels of a group."""
     axes = {name: graph.axes[name] for name in names if name in graph.axes}
     rows = {n: Axis((part,), own[0].role if part.group is None else "out") for n, own in axes.items()}
     return replace(graph, axes={**graph.axes, **{n: (rows[n], *own[1:]) for n, own in axes.items()}})
@@ -52,31 +52,31 @@ def change_rows(
 
     Args:
         grower: a grower of a model of transformers.
-        group: name of the group as whose channels optimizers see the rows.
+        group: name of the group whose channels the rows are for optimizers.
         names: names of the tensors.
         numbers: numbers of rows before and after.
-        new: returns the new tensor, given its name and the old one.
+        new: function of a tensor's name and its old value that returns the new one.
         adapt: writes the number into a network's modules and configuration.
-        carry: rule for gradients; None: those of old rows are kept.
+        carry: rule for gradients; None keeps those of old rows.
 
     Returns:
         Arguments of `Followers.carry`.
     """
     graph, state, carry = grower.graph, grower.state, carry or Carry()
-    opened = with_rows(graph, names, Part(group))
-    opened = replace(opened, groups={**graph.groups, group: Group(group, numbers[1])})
+    with_group = with_rows(graph, names, Part(group))
+    with_group = replace(with_group, groups={**graph.groups, group: Group(group, numbers[1])})
     before, after = ({**state.widths, group: number} for number in numbers)
-    state.multipliers = carried_multipliers(opened, state.multipliers, {}, carry, before, after)
+    state.multipliers = carried_multipliers(with_group, state.multipliers, {}, carry, before, after)
     replaced: Mapping[str, tuple[Tensor, Tensor]] = {}
     for network in (*grower.copies().values(), grower.network):
         tensors = tensors_of(network, graph)
         with torch.no_grad():
-            made = {name: new(name, tensors[name].detach()) for name in names}
-        replaced = replace_tensors(network, graph, made)
+            contents = {name: new(name, tensors[name].detach()) for name in names}
+        replaced = replace_tensors(network, graph, contents)
         multiply(network, graph, state.multipliers)
         adapt(network)
     grower.set_rows(names, numbers[1])
-    return replaced, before, after, carry, opened
+    return replaced, before, after, carry, with_group
 
 
 def _grow_rows(
@@ -84,8 +84,8 @@ def _grow_rows(
 ) -> GrowthEvent:
     """Begin a stage that changes a number of rows, and check that the outputs stay the same; an error undoes it.
 
-    `change` returns the arguments of `Followers.carry`; `exact` is the least relative error that is allowed, and
-    `wrong` the beginning of the message if there is a larger one.
+    `change` changes the rows and returns the arguments of `Followers.carry`. `exact` is the least tolerance of relative
+    errors, and `wrong` the predicate of the message about a larger error.
     """
     seconds, state, network = Seconds(), grower.state, grower.network
     num_params = sum(p.numel() for p in network.parameters())
@@ -94,10 +94,10 @@ def _grow_rows(
         expected = evaluate(network, grower.probe())
         size = expected.shape[-1]
         grower.followers.carry(*change())
-        found = evaluate(network, grower.probe())
-        error = relative_error(expected, found[..., :size])
-        tolerance = max(exact, _TIMES_ROUNDED * torch.finfo(found.dtype).eps)
-        if found.shape[-1] not in (size, numbers[1]) or error > tolerance:
+        output = evaluate(network, grower.probe())
+        error = relative_error(expected, output[..., :size])
+        tolerance = max(exact, _TIMES_ROUNDED * torch.finfo(output.dtype).eps)
+        if output.shape[-1] not in (size, numbers[1]) or error > tolerance:
             raise UserError(f"{type(network).__name__} {wrong} (the output differs by {error:.0e}).")
         event = GrowthEvent(
             stage=state.stage,
@@ -134,22 +134,22 @@ def check_vocabulary(network: nn.Module, before: int | None) -> None:
     """Raise a UserError if a model of transformers does not have as many tokens as before."""
     if before is not None and (now := vocabulary(network)) != before:
         raise UserError(
-            f"the vocabulary was resized from {before} to {now} tokens under the Grower, whose optimizers cannot "
-            "follow that: call Grower.resize_vocabulary."
+            f"the vocabulary was resized from {before} to {now} tokens without the Grower, so optimizers could not "
+            "follow: call Grower.resize_vocabulary instead."
         )
 
 
 def rows_of_tokens(network: nn.Module, graph: WidthGraph) -> list[str]:
-    """Names of tensors with one row per token, those of the embeddings first; empty if growlab traced none."""
+    """Names of tensors with one row per token, those of the embeddings first; empty unless all were traced."""
     model: Any = network
     try:
         modules = (model.get_input_embeddings(), model.get_output_embeddings())
     except (AttributeError, NotImplementedError):
         return []
-    own = [t for module in modules if module is not None for t in module.parameters(recurse=False)]
-    names = {id(tensor): name for name, tensor in network.named_parameters()}
-    found = list(dict.fromkeys(names.get(id(tensor), "") for tensor in own))
-    return found if graph.axes.keys() >= {*found} else []
+    parameters = [p for module in modules if module is not None for p in module.parameters(recurse=False)]
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    by_token = list(dict.fromkeys(names.get(id(parameter), "") for parameter in parameters))
+    return by_token if graph.axes.keys() >= {*by_token} else []
 
 
 def set_tokens(grower: Any, size: int) -> tuple[Any, ...]:
@@ -161,16 +161,16 @@ def set_tokens(grower: Any, size: int) -> tuple[Any, ...]:
         rest = old.mean(0, keepdim=True).expand(max(0, size - len(old)), *old.shape[1:])
         return torch.cat([old[:size], rest])
 
-    def adapt(one: Any) -> None:
-        one.config.get_text_config().vocab_size = size
-        if hasattr(one, "vocab_size"):
-            one.vocab_size = size
+    def adapt(model: Any) -> None:
+        model.config.get_text_config().vocab_size = size
+        if hasattr(model, "vocab_size"):
+            model.vocab_size = size
 
     return change_rows(grower, TOKENS, names, (before, size), resized, adapt)
 
 
 def fit_vocabulary(grower: Any, size: int) -> None:
-    """Resize the vocabulary of a grower's network and its averages to a checkpoint's; ages of rows are in its state."""
+    """Resize the vocabulary of a grower's network and averages to a checkpoint's, whose state has the rows' ages."""
     if size != grower._vocabulary:
         past = dict(grower.network.named_parameters())
         set_tokens(grower, size)
@@ -179,7 +179,7 @@ def fit_vocabulary(grower: Any, size: int) -> None:
 
 
 def tokens_since(grower: Any) -> dict[str, list[int]]:
-    """Birth stage of each token, by the name of each tensor with a row for it; empty if all are from the start."""
+    """Birth stages of tokens, by the name of each tensor with a row per token; empty if all are from the start."""
     born = grower.state.tokens
     return dict.fromkeys(rows_of_tokens(grower.network, grower.graph), born) if born else {}
 
@@ -192,7 +192,7 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
     network, before = grower.network, vocabulary(grower.network)
     if before is None or not rows_of_tokens(network, grower.graph):
         raise UserError(
-            f"{type(network).__name__} is no language model of transformers whose embeddings growlab has traced."
+            f"{type(network).__name__} is not a language model of transformers whose embeddings growlab has traced."
         )
     if grower.sharding is not None or size <= before:
         reason = f"{size} tokens are not more than {before}" if size <= before else "the network is sharded"
@@ -203,9 +203,7 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
         state.tokens = [*(state.tokens or [0] * before), *[state.stage] * (size - before)]
         return set_tokens(grower, size)
 
-    wrong = (
-        f"cannot take {size} tokens: something else than its embeddings and its output layer depends on their number"
-    )
+    wrong = f"cannot take {size} tokens: more than its embeddings and its output layer depends on their number"
     return _grow_rows(grower, TOKENS, (before, size), change, 0.0, wrong)
 
 
@@ -213,9 +211,9 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
 
 
 def number_of_experts(config: Any) -> int | None:
-    """Number of experts of each layer by a model's configuration; None if it names none."""
-    found = next((getattr(config, name, None) for name in _NUMBERS if getattr(config, name, None)), None)
-    return found if getattr(config, "num_experts_per_tok", None) else None
+    """Number of experts of each layer in a model's configuration; None for a model without experts."""
+    number = next((getattr(config, name, None) for name in _NUMBERS if getattr(config, name, None)), None)
+    return number if getattr(config, "num_experts_per_tok", None) else None
 
 
 def multiplied(config: Any, by: int, noise: float) -> Any:
@@ -247,7 +245,7 @@ def _set(holder: Any, experts: int, chosen: int) -> None:
 
 
 def copies(name: str, old: Tensor, by: int, noise: float, seed: int, stage: int = 0) -> Tensor:
-    """Repeat the first dimension of a tensor [experts, ...], each entry `by` times in a row.
+    """Repeat each entry along the first dimension of a tensor [experts, ...] `by` times.
 
     Noise, relative to the tensor's standard deviation, sums to zero over the copies of an expert's last layer.
     """
@@ -264,11 +262,11 @@ def tensors_of_experts(network: nn.Module, graph: WidthGraph) -> list[str]:
     """Names of tensors with one entry per expert along the first dimension."""
     if (number := number_of_experts(getattr(network, "config", None))) is None:
         return []
-    own = {path for path, module in network.named_modules() if vars(module).get("num_experts") == number}
+    paths = {path for path, module in network.named_modules() if vars(module).get("num_experts") == number}
     return [
         name
         for name, axes in graph.axes.items()
-        if name.rpartition(".")[0] in own and not axes[0].groups and axes[0].length({}) == number
+        if name.rpartition(".")[0] in paths and not axes[0].groups and axes[0].length({}) == number
     ]
 
 
@@ -281,8 +279,8 @@ def _set_experts(grower: Any, names: Sequence[str], by: int, noise: float = 0.0)
     number, chosen = len(network.get_parameter(names[0])), network.config.num_experts_per_tok
     carry = Carry({EXPERTS: torch.arange(number).repeat_interleave(by)}, scales=dict.fromkeys(names, 1.0 / by))
 
-    def adapt(one: Any) -> None:
-        for holder in (one.config, *one.modules()):
+    def adapt(model: Any) -> None:
+        for holder in (model.config, *model.modules()):
             _set(holder, by * number, by * chosen)
 
     def new(name: str, old: Tensor) -> Tensor:
@@ -300,23 +298,23 @@ def multiply_experts(grower: Any, by: int, noise: float) -> GrowthEvent:
     names = tensors_of_experts(network, grower.graph)
     present = {name for name, _ in network.named_parameters()} | {name for name, _ in network.named_buffers()}
     if not names or grower.sharding is not None or grower.full_graph.axes.keys() - present:
-        reason = "the network is sharded" if grower.sharding is not None else "layers are still to come"
+        reason = "the network is sharded" if grower.sharding is not None else "layers are still to be inserted"
         raise UserError(
             f"the experts of {type(network).__name__} cannot be multiplied: "
             f"{reason if names else 'growlab has traced none of their tensors'}."
         )
     number = len(network.get_parameter(names[0]))
-    wrong = "does not route to copies of experts as to the experts"
+    wrong = "does not route to copies of experts as it does to the experts"
     return _grow_rows(
         grower, EXPERTS, (number, by * number), lambda: _set_experts(grower, names, by, noise), EXACT, wrong
     )
 
 
 def fit_experts(grower: Any, number: int) -> None:
-    """Give a grower's network and its averages as many experts as a checkpoint has."""
+    """Multiply the experts of a grower's network and averages to a checkpoint's number."""
     names = tensors_of_experts(grower.network, grower.graph)
     now, past = len(grower.network.get_parameter(names[0])), dict(grower.network.named_parameters())
     if number % now:
-        raise UserError(f"the checkpoint has {number} experts, which is no multiple of {now}.")
+        raise UserError(f"the checkpoint has {number} experts, which is not a multiple of the network's {now}.")
     _set_experts(grower, names, number // now)
     grower.followers.exchange(past)

@@ -1,10 +1,10 @@
 """Sharded networks (FSDP2, tensor parallelism): the user's sharding function, undone and redone around growth events.
 
-While it is undone, modules are the plain ones that growlab traced, and their parameters are the pieces (DTensors) that
-each process has. New tensors are computed whole and cut one at a time.
+While sharding is undone, modules are the plain ones that growlab traced, with DTensors as parameters. New tensors are
+computed in full and sharded one at a time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ Shard = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class ShardWithin:
-    """A `Shard` that also changes a module around the network, such as Lightning's `configure_model`."""
+    """A `Shard` that also changes a module around the network, as Lightning's `configure_model` does."""
 
     module: nn.Module
     shard: Callable[[], Any]
@@ -37,15 +37,14 @@ class ShardWithin:
         return self.shard()
 
 
-# torch has no public undo of `fully_shard`: of which modules it knows is written here.
+# torch's record of the modules that `fully_shard` has changed; it has no public undo.
 _KNOWN: Any = _composable_state._module_state_mapping
-_Places = Mapping[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
 
 
 class Sharding:
     """Shard a network by the user's function, undo that for a growth event, and shard it again.
 
-    The function is called at once and after each event. It may only change modules and shard parameters.
+    The function is called in the constructor and after each event. It may only change modules and shard parameters.
 
     Raises:
         UserError: processes have different networks, or the function returns another network or shards no parameter.
@@ -54,21 +53,21 @@ class Sharding:
     def __init__(self, network: nn.Module, shard: Shard, seed: int) -> None:
         network = shard.module if isinstance(shard, ShardWithin) else network
         self._network, self._shard = network, shard
-        # Class and attributes of each module before and after it.
-        self._changes: list[tuple[nn.Module, _Look, _Look]] = []
+        # Each module before and after the function.
+        self._changes: list[tuple[nn.Module, _ModuleState, _ModuleState]] = []
         if ranks.several():
             state = ((name, t) for name, t in ranks.network_state(network, ()) if not t.is_meta)
             ranks.compare((("seed=", seed), *state), "before it was sharded", ", and give all processes the same seed")
         self._put_on()
         if not any(is_piece(parameter) for parameter in network.parameters()):
             raise UserError(
-                "shard= left every parameter whole: give a function that calls fully_shard or parallelize_module on "
-                "the network's modules."
+                "shard= has sharded no parameter: give a function that calls fully_shard or parallelize_module on the "
+                "network's modules."
             )
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:
-        """Context in which modules are plain ones, whose parameters can be replaced by others."""
+        """Context in which modules are plain and their parameters can be replaced."""
         for module in list(self._network.modules()):
             _KNOWN.pop(module, None)
         for module, before, after in self._changes:
@@ -79,10 +78,10 @@ class Sharding:
             self._put_on()
 
     def _put_on(self) -> None:
-        network, places = self._network, _places(self._network)
-        before = {module: _Look(module) for module in network.modules()}
-        pieces = {key: place for key, place in places.items() if is_piece(place[0])}
-        for parameter, owners in pieces.values():
+        network = self._network
+        before = {module: _ModuleState(module) for module in network.modules()}
+        pieces = [(parameter, owners) for parameter, owners in _owners(network) if is_piece(parameter)]
+        for parameter, owners in pieces:
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             _set(owners, nn.Parameter(empty, requires_grad=parameter.requires_grad))
         other = self._shard(network)
@@ -91,27 +90,27 @@ class Sharding:
                 f"shard= returned a {type(other).__name__} in place of the network: it has to shard the network's own "
                 "modules, as fully_shard does."
             )
-        self._changes = [(module, look, _Look(module)) for module, look in before.items()]
-        for parameter, owners in pieces.values():
+        self._changes = [(module, state, _ModuleState(module)) for module, state in before.items()]
+        for parameter, owners in pieces:
             module, attribute = owners[0]
             now = module._parameters[attribute]
             if now is None or not same_placement(now, parameter):
                 raise UserError(
-                    f"shard= places {attribute} of {type(module).__name__} otherwise than before the growth event: "
+                    f"shard= shards {attribute} of {type(module).__name__} differently than before the growth event: "
                     "let it decide by names, not by sizes."
                 )
             _set(owners, parameter)
 
 
 def known_sharding(networks: Iterable[nn.Module]) -> Callable[[], None]:
-    """Return a function that brings back classes of networks' modules, and torch's record of them, as they are now."""
+    """Return a function that restores the present classes of networks' modules, and torch's record of them."""
     networks = list(networks)
-    about = [(m, type(m), _KNOWN.get(m)) for network in networks for m in network.modules()]
+    present = [(m, type(m), _KNOWN.get(m)) for network in networks for m in network.modules()]
 
     def restore() -> None:
         for module in (m for network in networks for m in network.modules()):
             _KNOWN.pop(module, None)
-        for module, kind, state in about:
+        for module, kind, state in present:
             if type(module) is not kind:
                 module.__class__ = kind
             if state is not None:
@@ -120,15 +119,15 @@ def known_sharding(networks: Iterable[nn.Module]) -> Callable[[], None]:
     return restore
 
 
-class _Look:
+class _ModuleState:
     """Class, attributes, children and hooks of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.kind, self.attributes = type(module), dict(vars(module))
         self.children, self.hooks = dict(module._modules), {key: dict(d) for key, d in _hooks(module).items()}
 
-    def restore(self, module: nn.Module, after: "_Look") -> None:
-        """Undo in a module what has led from this to a later look, and hooks of torch that came in since."""
+    def restore(self, module: nn.Module, after: "_ModuleState") -> None:
+        """Undo a module's changes from this state to the later one `after`, and remove torch's hooks added since."""
         module.__class__ = self.kind
         own = vars(module)
         for key in after.attributes.keys() - self.attributes.keys():
@@ -152,20 +151,20 @@ def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
 
 
 def _origin(hook: Any) -> str:
-    """Python module that a hook is written in."""
+    """Name of the Python module that defines a hook."""
     while (inner := hook.func if isinstance(hook, partial) else getattr(hook, "hook", None)) is not None:
         hook = inner
     return getattr(hook, "__module__", None) or ""
 
 
-def _places(network: nn.Module) -> _Places:
-    """Each parameter, and the modules and attributes that have it, by its id."""
-    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+def _owners(network: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Each parameter with the modules and attributes that have it."""
+    by_id: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module in network.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), (parameter, []))[1].append((module, attribute))
-    return found
+                by_id.setdefault(id(parameter), (parameter, []))[1].append((module, attribute))
+    return list(by_id.values())
 
 
 def _set(owners: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
@@ -174,10 +173,10 @@ def _set(owners: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
 
 
 def check_sharding(shard: Any, method: GrowthMethod, parts: Sequence[Part]) -> None:
-    """Refuse what cannot be done with a network of which each process has a piece.
+    """Refuse methods and parts that do not support sharded networks.
 
     Raises:
-        UserError: `shard` is no function; the method measures data or gradients; or a part changes tensors.
+        UserError: `shard` is not a function; the method measures data or gradients; or a part changes tensors.
     """
     if shard is None:
         return
@@ -207,5 +206,5 @@ def check_follower(follower: Any, sharding: Sharding | None) -> None:
     if isinstance(follower, Regional):
         raise UserError(
             f"growlab's {type(follower).__name__} has rates for regions of a tensor, which is not supported for "
-            "sharded networks: take torch's optimizer."
+            "sharded networks: use torch's optimizer."
         )

@@ -34,9 +34,9 @@ class Newborn:
     """Parameters, and entries of parameters, that growth has added since a stage.
 
     Attributes:
-        parameters: parameters of which every entry is new, such as those of layers that came in, by name.
-        masks: for each parameter that grew, True at its new entries, bool of its shape, by name.
-        num_entries: number of new entries altogether.
+        parameters: parameters with only new entries, such as those of inserted layers, by name.
+        masks: for each parameter that grew, a bool tensor of its shape that is True at new entries, by name.
+        num_entries: number of new entries in all of them.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -50,7 +50,7 @@ def newborn(grower: Any, since: int) -> Newborn:
     regions, inserted = grower.regions(), grower.births()
     for name, parameter in grower.network.named_parameters():
         if name not in regions:
-            # Such as scalars.
+            # Without channels, such as scalars.
             if inserted.get(name, -1) >= since:
                 whole[name], number = parameter, number + parameter.numel()
             continue
@@ -59,7 +59,7 @@ def newborn(grower: Any, since: int) -> Newborn:
             continue
         mask = torch.maximum(rows[:, None], columns[None, :]) >= since
         if parameter.dim() > 1:
-            # The dimensions of a kernel are not among the columns.
+            # Columns do not include the dimensions of a kernel.
             mask = mask.reshape(len(rows), *(shape or columns.shape))
             mask = mask[(..., *[None] * (parameter.dim() - mask.dim()))]
         mask = mask.expand(parameter.shape) if parameter.dim() > 1 else mask.reshape(parameter.shape)
@@ -71,29 +71,29 @@ def newborn(grower: Any, since: int) -> Newborn:
     return Newborn(whole, masks, number)
 
 
-# Names that DistributedDataParallel and torch.compile put before those of the network inside of them.
+# Prefixes that DistributedDataParallel and torch.compile add to names.
 _WRAPPED = re.compile(r"^((module|_orig_mod)\.)+|_orig_mod\.")
 
 
 def unwrapped(state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Return a state_dict without the names of torch's wrappers, which a network does not have itself.
+    """Return a state_dict without the prefixes of torch's wrappers, except those in the network's own names.
 
     Raises:
         UserError: a value is no tensor.
     """
     if nested := next((name for name, tensor in state.items() if not isinstance(tensor, Tensor)), None):
         raise UserError(f"{nested!r} of the trained network's state_dict is no tensor: give the state_dict itself.")
-    own = network.state_dict()
-    return {name if name in own else _WRAPPED.sub("", name): tensor for name, tensor in state.items()}
+    names = network.state_dict()
+    return {name if name in names else _WRAPPED.sub("", name): tensor for name, tensor in state.items()}
 
 
-#: Order of the layers of a deeper network: copies follow their originals, or stand at the end; or, for each layer of
-#: the small network, its index in the deeper one.
+#: Order of a deeper network's layers: "interleave" (copies follow their originals), "end" (copies come last), or the
+#: index of each small network's layer in the deeper one.
 Layers = str | Sequence[int]
 
 
 class Once(Trigger):
-    """Grow from given widths (full where none is given) to full width at the first call of `Grower.step`."""
+    """Grow from given widths (by default full width) to full width at the first call of `Grower.step`."""
 
     knows_stages = True
 
@@ -131,13 +131,13 @@ def warn_of_equal_copies(method: GrowthMethod) -> None:
 def layers_to_come(names: Iterable[str], state: str) -> Part:
     """Return a part that inserts these layers as copies of the previous ones, with their state unless that is reset."""
     moments = "zero" if state == "reset_new" else "copy"
-    # By its name, since parts are built on this package.
+    # Not at the top, since parts are built on this package.
     part: Part = importlib.import_module("growlab.parts").Depth(list(names), start="stack", state=moments)
     return part
 
 
 def with_small(trigger: Mapping[float, Any], small: Any) -> dict[float, Any]:
-    """Stages of a trigger with other widths in place of "small", which is the first where none begins at 0."""
+    """Replace "small" in a trigger's stages; insert it as the first stage if none begins at 0."""
     stages = {at: small if width == "small" else width for at, width in trigger.items()}
     return stages if 0 in stages else {0: small, **stages}
 
@@ -156,9 +156,9 @@ def trigger_from(
     first = {**graph.full_widths, **Forecast(chosen, graph, parts).seed}
     if wrong := next((group for group, width in widths.items() if first[group] != width), None):
         of_part = any(wrong in part.groups for part in parts)
-        whose, remedy = ("a part", "") if of_part else ("the trigger", ': let it begin with {0: "small", ...}')
+        asker, remedy = ("a part", "") if of_part else ("the trigger", ': let it begin with {0: "small", ...}')
         raise UserError(
-            f"{whose} begins with {first[wrong]} channels of {wrong!r}, and the trained network has {widths[wrong]}"
+            f"{asker} begins with {first[wrong]} channels of {wrong!r}, and the trained network has {widths[wrong]}"
             f"{remedy}."
         )
     return chosen
@@ -168,8 +168,7 @@ def renamed(state: Mapping[str, Tensor], wide: nn.Module, layers: Layers) -> tup
     """Map the names of a small network's tensors to those of a deeper network of its kind.
 
     Returns:
-        The deeper network's name of each tensor, and for the path of each additional layer that of the layer which it
-        copies.
+        The deeper network's name of each tensor, and the path of the original for each additional layer's path.
 
     Raises:
         UserError: `layers` does not fit.
@@ -194,7 +193,7 @@ def renamed(state: Mapping[str, Tensor], wide: nn.Module, layers: Layers) -> tup
 
 
 def _leading(stack: nn.ModuleList | nn.Sequential, before: int) -> int:
-    """Number of layers at the beginning of a stack that the last one cannot be a copy of, such as strided ones."""
+    """Number of layers at the start of a stack, such as strided ones, that the last layer cannot be a copy of."""
     shapes = [{name: tensor.shape for name, tensor in layer.state_dict().items()} for layer in stack]
     others = [place for place in range(before) if shapes[place] != shapes[-1]]
     return others[-1] + 1 if others and others[-1] + 1 < before else 0
@@ -235,7 +234,7 @@ def prepared(
     state = small if isinstance(small, Mapping) else small.state_dict()
     shapes = {names[name]: tuple(tensor.shape) for name, tensor in state.items()}
     own = wide.state_dict(keep_vars=True)
-    # Layers to come have the widths of those that they copy; behind a strided one some dimensions are their own.
+    # Layers to be inserted have the widths of their originals; behind a strided layer some dimensions differ.
     like = {
         name: tuple(
             length if full == original else full
@@ -250,8 +249,8 @@ def prepared(
     for name, tensor in own.items():
         # Tied tensors have one name in the graph.
         traced = first.setdefault(id(tensor), name)
-        wanted = graph.shape(traced, widths) if traced in graph.axes else tuple(tensor.shape)
-        if name in shapes and shapes[name] != wanted:
+        shape = graph.shape(traced, widths) if traced in graph.axes else tuple(tensor.shape)
+        if name in shapes and shapes[name] != shape:
             reason = graph.fixed.get(name.rpartition(".")[0], "no width group explains it")
             raise UserError(
                 f"{name} of the trained network has the shape {list(shapes[name])}, which no widths of "
@@ -279,10 +278,8 @@ def adopt(
     network: nn.Module = grower.network
     tensors, own = small if isinstance(small, Mapping) else small.state_dict(), network.state_dict()
     given = {names[name]: tensor for name, tensor in tensors.items()}
-    pieces = {name for name in given if is_piece(own.get(name))}
-    missing, unexpected = network.load_state_dict(
-        {name: placed(given[name], own[name]) if name in pieces else given[name] for name in given}, strict=False
-    )
+    sharded = {name: placed(t, own[name]) if is_piece(own.get(name)) else t for name, t in given.items()}
+    missing, unexpected = network.load_state_dict(sharded, strict=False)
     if missing or unexpected:
         what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which the large one lacks"
         raise UserError(f"the trained network {what}: it is no smaller {type(network).__name__}.")
@@ -309,13 +306,14 @@ def adopt(
 
 
 def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Compare a network's outputs with the small one's, whose weights it has; rescale tables of embeddings to match.
+    """Compare outputs with those of the small network, whose weights were loaded; rescale embeddings if they differ.
 
-    Code may multiply embeddings by a number that it computes from its width (Gemma's root of it). Tables are divided by
-    as much as that number is larger, and the normalisation in front of a tied table is multiplied by it.
+    Code may multiply embeddings by a number computed from the width, such as its root in Gemma. If that number is
+    larger by a ratio, tables of embeddings are divided by it, and the normalisation in front of a tied table is
+    multiplied.
 
     Returns:
-        For each parameter that was multiplied, by name, the factor on it and the factor on its gradient.
+        For each rescaled parameter, by name, the factor on it and the factor on its gradient.
     """
     network, graph, probe = grower.network, grower.graph, grower.probe()
     for part in grower.parts:
@@ -325,8 +323,8 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
         part.detach(small)
 
     def error() -> float:
-        found = evaluate(network, probe)
-        return relative_error(expected.to(found), found) if found.shape == expected.shape else float("inf")
+        output = evaluate(network, probe)
+        return relative_error(expected.to(output), output) if output.shape == expected.shape else float("inf")
 
     least = error()
     tolerance = 1e3 * torch.finfo(expected.dtype).eps
@@ -334,67 +332,67 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
         return {}
     for ratio in _computed_ratios(network, small, graph, grower.state.widths):
         factors = dict[str, tuple[Tensor, Tensor]]()
-        kept = dict[nn.Parameter, Tensor]()
+        originals = dict[nn.Parameter, Tensor]()
         weights = {layer.weight for layer in graph.layers}
         for name, parameter in network.named_parameters():
             roles = [axis.role for axis in graph.axes.get(name, ())]
-            # In front of a tied table the gain is what consumes the channels.
+            # The role of the gain in front of a tied table is "in".
             if roles == ["in"] or (roles == ["fixed", "out"] and name not in weights):
                 factor = parameter.new_tensor(ratio if roles == ["in"] else 1 / ratio)
-                factors[name], kept[parameter] = (factor, 1 / factor), parameter.detach().clone()
+                factors[name], originals[parameter] = (factor, 1 / factor), parameter.detach().clone()
                 offset = graph.offsets.get(name, 0.0)
                 with torch.no_grad():
                     parameter.add_(offset).mul_(factor).sub_(offset)
         if error() <= tolerance:
             return factors
         with torch.no_grad():
-            for parameter, value in kept.items():
-                parameter.copy_(value)
+            for parameter, original in originals.items():
+                parameter.copy_(original)
     raise UserError(
-        f"the trained network's weights fit {type(network).__name__}, which computes something else with them "
-        f"(the output differs by {least:.0e}): they differ in more than widths and layers, such as the number "
-        "of heads or a factor that the code computes from its width."
+        f"the trained network's weights fit {type(network).__name__}, but its output differs by {least:.0e}: the two "
+        "differ in more than widths and layers, such as the number of heads or a factor that the code computes from "
+        "its width."
     )
 
 
 def _warn_of_unknown_outputs(network: nn.Module, graph: WidthGraph, widths: Widths) -> None:
-    """Log a warning that outputs are not compared; raise a UserError if code computes a number from a growing width."""
+    """Warn that outputs are not compared; raise a UserError for a number that is the root of a growing width."""
     numbers = {
         f"{path}.{name}".lstrip("."): number
         for path, module in network.named_modules()
         for name, number in vars(module).items()
-        # torch's own modules compute none from a width: nn.Embedding's norm_type is 2.0.
+        # torch's own modules compute no number from a width; nn.Embedding's norm_type of 2.0 could be taken for one.
         if type(number) is float and not type(module).__module__.startswith("torch.")
     }
     buffers = ((name, b) for name, b in network.named_buffers() if not b.dim() and b.is_floating_point())
     numbers |= {name: float(buffer) for name, buffer in buffers}
     roots = [full**0.5 for group, full in graph.full_widths.items() if full != widths[group]]
     for name, number in numbers.items():
-        # Roots below 1 could be a rate of dropout; buffers may be rounded to bfloat16.
+        # Numbers below 1 could be dropout rates; buffers may be rounded to bfloat16.
         if number > 1 and any(isclose(number, root, rel_tol=2**-8) for root in roots):
             raise UserError(
                 f"{name} of {type(network).__name__} is {number:g}, the root of a width that grows, so the trained "
-                "network computes with another number: give that network, or a folder that its save_pretrained wrote, "
-                "in place of its tensors."
+                "network uses another number: give that network, or a folder that its save_pretrained wrote, instead "
+                "of its tensors."
             )
     log.warning(
-        "the trained network was given as tensors alone: its outputs are not compared with those of %s, which differ "
-        "with another number of heads, for example: give the network itself to have them compared",
+        "the trained network was given as tensors alone, so its outputs are not compared with those of %s, which would "
+        "differ with another number of heads, for example: give the network itself to compare them",
         type(network).__name__,
     )
 
 
 def _computed_ratios(network: nn.Module, small: nn.Module, graph: WidthGraph, widths: Widths) -> dict[float, None]:
-    """Numbers that code may compute from its width, the large network's over the small one's."""
-    old = dict(small.named_buffers())
-    pairs = ((old[name], new) for name, new in network.named_buffers() if name in old and not new.dim())
-    kept = [float(new / own) for own, new in pairs if own.is_floating_point() and own != 0]
+    """Unique ratios, of the large network to the small one, of numbers that code may compute from the width."""
+    old_buffers = dict(small.named_buffers())
+    pairs = ((old_buffers[n], new) for n, new in network.named_buffers() if n in old_buffers and not new.dim())
+    buffers = [float(new / old) for old, new in pairs if old.is_floating_point() and old != 0]
     roots = [(full / widths[group]) ** 0.5 for group, full in graph.full_widths.items()]
-    return {ratio: None for ratio in (*kept, *roots) if ratio != 1.0}
+    return dict.fromkeys(ratio for ratio in (*buffers, *roots) if ratio != 1.0)
 
 
 def anneal_if_uniform(grower: Any) -> bool:
-    """Make normalisations plain if all channels have equal weights (as after whole factors) and outputs stay the same.
+    """Make normalisations plain if channels have equal weights, as after whole factors, and outputs do not change.
 
     Return True if normalisations are plain.
     """
@@ -405,7 +403,7 @@ def anneal_if_uniform(grower: Any) -> bool:
     expected = evaluate(grower.network, grower.probe())
     grower.anneal(1.0)
     if _differs(expected, evaluate(grower.network, grower.probe())):
-        # Sums and norms over channels differ.
+        # Equal weights still change sums and norms over channels.
         state.norm_weights, state.norm_progress = weights, progress
         grower.anneal(progress)
     return not state.norm_weights

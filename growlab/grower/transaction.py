@@ -1,4 +1,4 @@
-"""Growth events as transactions, undone after an error; their timing and log."""
+"""Growth events as transactions that are undone after an error; their timing and log."""
 
 import logging
 import sys
@@ -31,10 +31,10 @@ from growlab.widths.unchanged import (
 )
 
 _ATOMS = frozenset({str, bytes, bool, int, float, complex, type(None), type, Fraction})
-# Entries of events that add up.
+# Receipt entries that are summed over the parts of an event.
 _SUMMED = ("auxiliary_flops", "auxiliary_samples")
-# Objects of these say what they are when they are made, and stay so.
-_FIXED = ("growlab.widths", "torch", "builtins", "numpy", "functools", "weakref")
+# Packages whose objects are not changed after they are made.
+_FIXED = frozenset({"torch", "builtins", "numpy", "functools", "weakref"})
 
 
 @contextmanager
@@ -42,24 +42,24 @@ def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]
     """Restore a grower and its followers if anything is raised.
 
     Covers the network and its averages (modules, parameters and buffers by identity and value, gradients, hooks),
-    optimizers, parts, trigger and method with their attributes, and random generators. Replaced tensors are put back,
-    those of sharded networks from a place outside of the device's memory; only tensors written to in place are copied,
-    just before.
+    optimizers, parts, trigger and method with their attributes, and random generators. Replaced tensors are kept, those
+    of sharded networks outside of the device's memory. Tensors are copied only just before they are written to in
+    place.
     """
     networks = [grower.network, *grower.copies().values()]
-    # Parts may set attributes of a model's config, whose class is of another library.
+    # Parts may set attributes of a model's config, whose class is from another library.
     configs = [getattr(module, "config", None) for network in networks for module in network.modules()]
-    libraries = _libraries(grower, parts) | {type(one).__module__.partition(".")[0] for one in configs}
+    libraries = _libraries(grower, parts) | {type(config).__module__.partition(".")[0] for config in configs}
     snapshot = _Snapshot([grower, *grower.optimizers, *networks], libraries)
-    draws, sharded = states_of_draws(grower.network), known_sharding(networks)
+    restore_draws, restore_sharding = states_of_draws(grower.network), known_sharding(networks)
     try:
         with old_pieces_aside(), snapshot.watching():
             yield
     except BaseException:
         grown = [dict(network.named_parameters()) for network in networks]
         snapshot.restore()
-        sharded()
-        draws()
+        restore_sharding()
+        restore_draws()
         for network, new in zip(networks, grown, strict=True):
             old = network.named_parameters()
             note_restored((p, new[name]) for name, p in old if new.get(name, p) is not p)
@@ -68,7 +68,7 @@ def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]
 
 @contextmanager
 def decision(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]:
-    """Restore only trigger, parts and the state of growth, which is cheap enough for every step."""
+    """Restore trigger, parts and the growth state if anything is raised; cheap enough for every step."""
     roots = [grower.state, grower.trigger, *parts]
     snapshot = _Snapshot(roots, _libraries(grower, parts), whole=False)
     try:
@@ -80,15 +80,15 @@ def decision(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]:
 
 def _libraries(grower: GrowingNetwork, parts: Sequence[Part]) -> set[str]:
     """Top-level packages of classes whose objects growth may change."""
-    kinds = {type(one) for one in (grower.trigger, grower.method, *parts)}
-    return {"growlab", *(kind.__module__.partition(".")[0] for kind in kinds)}
+    things = (grower.trigger, grower.method, *parts)
+    return {"growlab", *(type(thing).__module__.partition(".")[0] for thing in things)}
 
 
 class _Snapshot:
     """Snapshot of a grower and its followers: containers and objects by identity, tensors by their memory.
 
-    Attributes of objects from these `libraries` (top-level packages) are recorded too. Without `whole`, modules,
-    optimizers and tensors are not.
+    Attributes of objects are recorded if their class is from one of the `libraries` (top-level packages). Without
+    `whole`, modules, optimizers and tensors are left out.
     """
 
     def __init__(self, roots: Sequence[Any], libraries: set[str], whole: bool = True) -> None:
@@ -146,8 +146,8 @@ class _Snapshot:
         """Return True if an event may change an object's attributes."""
         if isinstance(thing, (nn.Module, Optimizer)):
             return self._whole
-        place = type(thing).__module__
-        own = place.partition(".")[0] in self._libraries and not place.startswith(_FIXED)
+        module = type(thing).__module__
+        own = module.partition(".")[0] in self._libraries - _FIXED and not module.startswith("growlab.widths.")
         return own and isinstance(getattr(thing, "__dict__", None), dict)
 
 
@@ -164,7 +164,7 @@ class Seconds:
         return time.perf_counter() - self._began
 
     def note(self, name: str) -> None:
-        """End a phase, which began where the previous one ended."""
+        """End a phase, which began at the end of the previous one."""
         self.parts[name] = self.total - sum(self.parts.values())
 
     def move(self, part: str, to: str, seconds: float) -> None:
@@ -174,7 +174,7 @@ class Seconds:
 
 
 def call_then(then: Callable[[], Any], events: Sequence[GrowthEvent]) -> None:
-    """Call a function behind events, and add its time to theirs."""
+    """Call a function after events, and add its time to theirs."""
     began = time.perf_counter()
     then()
     seconds = (time.perf_counter() - began) / len(events)
@@ -184,12 +184,12 @@ def call_then(then: Callable[[], Any], events: Sequence[GrowthEvent]) -> None:
 
 
 def merged(*entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge receipt entries of one event; costs add up."""
-    found: dict[str, Any] = {}
+    """Merge receipt entries of one event, and sum their costs."""
+    result: dict[str, Any] = {}
     for entry in entries:
-        summed = {key: found[key] + entry[key] for key in _SUMMED if key in found and key in entry}
-        found |= {**entry, **summed}
-    return found
+        sums = {key: result[key] + entry[key] for key in _SUMMED if key in result and key in entry}
+        result |= {**entry, **sums}
+    return result
 
 
 class _Console(logging.Handler):

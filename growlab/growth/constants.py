@@ -1,9 +1,9 @@
 """Tensors other than plain weights: constants, weights that are stored in another form, and padding rows.
 
-Constants of growing channels (`WidthGraph.constants`) are the same before and after training: position tables [T, C] in
-a buffer or in a plain attribute of a module, frozen embeddings, statistics of frozen normalisations. At C' channels the
-network has their first C' columns; new channels get their original columns back. So a new channel cannot be an exact
-copy of an old one: at first, growth methods set the weights that read it to zero (`GrowthContext.unlike`).
+Constants of growing channels (`WidthGraph.constants`) are not trained: position tables [T, C] in a buffer or in a plain
+attribute of a module, frozen embeddings, statistics of frozen normalisations. At C' channels the network has their
+first C' columns; new channels get their original columns back. So a new channel cannot be an exact copy of an old one,
+and growth methods set the weights that read it to zero at first (`GrowthContext.unlike`).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,21 +27,22 @@ def kept(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def unchanged(
     graph: WidthGraph, constants: Mapping[str, Tensor], tensors: Mapping[str, Tensor], widths: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Return the constants that are unchanged; one that was written to grows like any other tensor."""
-    known = graph.constants.keys() & constants.keys() & tensors.keys()
+    """Return the constants that still have their values; one that was written to grows like any other tensor."""
     return {
-        name: constants[name]
-        for name in constants
-        if name in known and torch.equal(tensors[name], at_widths(graph, name, constants[name], widths, tensors[name]))
+        name: full
+        for name, full in constants.items()
+        if name in graph.constants
+        and name in tensors
+        and torch.equal(tensors[name], at_widths(graph, name, full, widths, tensors[name]))
     }
 
 
 def at_widths(graph: WidthGraph, name: str, constant: Tensor, widths: Mapping[str, int], like: Tensor) -> Tensor:
     """Return a constant at these widths, on the device of `like`; entries beyond full width are those of `like`."""
-    places = [axis.kept(graph.full_widths, widths) for axis in graph.axes[name]]
+    positions = [axis.kept(graph.full_widths, widths) for axis in graph.axes[name]]
     result = like.detach().clone()
-    known = constant[grid([(place >= 0).nonzero().flatten() for place in places], constant.device)]
-    result[grid([place[place >= 0] for place in places], result.device)] = known.to(result)
+    present = constant[grid([(p >= 0).nonzero().flatten() for p in positions], constant.device)]
+    result[grid([p[p >= 0] for p in positions], result.device)] = present.to(result)
     return result
 
 
@@ -93,10 +94,10 @@ def add(graph: WidthGraph, tensors: Mapping[str, Tensor], noise: Mapping[str, Te
         if name not in graph.weight_norms:
             tensors[name].add_(placed(amount, tensors[name]))
             continue
-        applied = as_applied(graph, {each: whole(tensors[each]) for each in (name, graph.weight_norms[name][0])})
+        applied = as_applied(graph, {key: whole(tensors[key]) for key in (name, graph.weight_norms[name][0])})
         noisy = {**applied, name: applied[name] + amount.to(applied[name])}
-        for each, stored in as_stored(graph, noisy).items():
-            tensors[each].copy_(placed(stored, tensors[each]))
+        for key, stored in as_stored(graph, noisy).items():
+            tensors[key].copy_(placed(stored, tensors[key]))
 
 
 def _normalised(graph: WidthGraph, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor, int]:
@@ -123,8 +124,8 @@ def _converted(
 def padding_kept(model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the new tensors with padding rows set to zero where they were zero before.
 
-    No gradient reaches such a row, so entries that an event drew there would stay in the network as noise. A row that
-    is not zero (it is trained if the table is tied to an output layer) is left unchanged.
+    No gradient reaches a padding row, so entries drawn there would never be trained. A row that is not zero (it is
+    trained if the table is tied to an output layer) is left unchanged.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rows = {

@@ -81,7 +81,7 @@ class DataDriven(GrowthMethod):
         if context.averaged_event is not None:
             return self._follow(context, context.averaged_event)
         if context.data is None:
-            raise UserError(f"{self.name} decides by training data; hand `grow` some with `data=`.")
+            raise UserError(f"{self.name} needs training data: pass a Measurement to `grow` as `data=`.")
         # Blocks that are not inserted yet (depth) have no tensors: for their groups only the recorded widths change.
         absent = {group for group in growing if not _present(context, group)}
         fans = {group: group_tensors(context.graph, group) for group in growing}
@@ -89,6 +89,7 @@ class DataDriven(GrowthMethod):
         refused = self._refused(context.graph, here, before, after)
         while True:
             self._check(refused)
+            # First refused groups grow by pairs, then the others from data.
             between = {g: after[g] if g in refused or g in absent else width for g, width in before.items()}
             first, second = replace(context, new_widths=between), replace(context, old_widths=between)
             pairs = PairGrowth(gain=self.new_weights.gain, new_weights=self.new_weights.rule)
@@ -98,20 +99,22 @@ class DataDriven(GrowthMethod):
             if not groups:
                 return GrownTensors(_divided(base, factors), report={"grown_by_pairs": refused} if refused else {})
             with context.data.session():
-                growth, found = self.grow_from_data(replace(second, old=base), context.data, groups)
-            if not found:
+                growth, unsupported = self.grow_from_data(replace(second, old=base), context.data, groups)
+            if not unsupported:
                 break
-            refused |= found
-        # Ranks average their measurements; should results still differ, those of rank 0 are used.
+            refused |= unsupported
+        # Ranks average their measurements; rounding may still differ, so all take the tensors of rank 0.
         share = context.data.share
         return replace(
             growth,
             tensors={
                 name: new if new is context.old[name] else share(new)
-                # Queries were measured at their final scale; the event multiplies them by the factor again.
+                # Queries were measured at their final scale, by which the event multiplies them again.
                 for name, new in _divided(growth.tensors, factors).items()
             },
-            carry=replace(growth.carry, sources={group: share(one) for group, one in growth.carry.sources.items()}),
+            carry=replace(
+                growth.carry, sources={group: share(source) for group, source in growth.carry.sources.items()}
+            ),
             report={**growth.report, **({"grown_by_pairs": refused} if refused else {})},
         )
 
@@ -150,16 +153,13 @@ class DataDriven(GrowthMethod):
         """Grow an average of the network's weights by the affine map that the network itself went through."""
         grown, carry = averaged_event
         assert context.averaged is not None
-        tensors = {}
-        for name, old in context.old.items():
-            if name not in grown:
-                tensors[name] = old
-                continue
-            own, theirs = (
+        tensors = dict(context.old)
+        for name in [name for name in tensors if name in grown]:
+            average, network = (
                 embedded(replace(context, old={name: tensor}), name, carry.sources)
-                for tensor in (old, context.averaged[name])
+                for tensor in (tensors[name], context.averaged[name])
             )
-            tensors[name] = own + (grown[name].to(theirs) - theirs)
+            tensors[name] = average + (grown[name].to(network) - network)
         return GrownTensors(tensors, carry=carry)
 
 
@@ -168,7 +168,7 @@ def _present(context: GrowthContext, group: str) -> bool:
 
 
 def _tied(graph: WidthGraph, group: str) -> str | None:
-    """Return the operation that makes a group's channels depend on their number, or None."""
+    """Return the operation over all of a group's channels, whose result depends on their number, or None."""
     for norm in graph.channel_norms:
         if group in norm.axis.groups:
             return f"{norm.name} takes its statistics over its channels"
@@ -185,7 +185,7 @@ def _constant(graph: WidthGraph, group: str) -> str | None:
 
 
 def _divided(tensors: Mapping[str, Tensor], factors: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: one / factors[name] if name in factors else one for name, one in tensors.items()}
+    return {name: tensor / factors[name] if name in factors else tensor for name, tensor in tensors.items()}
 
 
 def embedded(context: GrowthContext, name: str, sources: Mapping[str, Tensor]) -> Tensor:
@@ -200,41 +200,37 @@ def embedded(context: GrowthContext, name: str, sources: Mapping[str, Tensor]) -
     for group in {group for axis in context.axes(name) for group in axis.groups}:
         channels = torch.arange(after[group])
         maps[group] = sources.get(group, torch.where(channels < before[group], channels, -1))
-        known = maps[group].clamp(min=0)
-        number = torch.bincount(maps[group][maps[group] >= 0], minlength=before[group])
-        counts[group] = number[known].clamp(min=1).double()
-    copies = {group: chosen.clamp(min=0) for group, chosen in maps.items()}
+        copies_of = torch.bincount(maps[group][maps[group] >= 0], minlength=before[group])
+        counts[group] = copies_of[maps[group].clamp(min=0)].clamp(min=1).double()
+    copies = {group: source.clamp(min=0) for group, source in maps.items()}
     new = replicate(context, name, copies, counts)
     for dim, axis in enumerate(context.axes(name)):
-        lifted = axis.lift(maps, after, before) >= 0
-        if not bool(lifted.all()):
-            new = new * lifted.to(new).view(-1, *[1] * (new.dim() - dim - 1))
+        has_source = axis.lift(maps, after, before) >= 0
+        if not bool(has_source.all()):
+            new = new * has_source.to(new).view(-1, *[1] * (new.dim() - dim - 1))
     return new
 
 
 def upright(rows: Tensor) -> Tensor:
     """Sign of each row, [rows, 1], that makes its entry of largest magnitude positive.
 
-    Singular vectors are unique only up to sign, which matters before a ReLU; without this, rounding would decide.
+    Singular vectors are unique only up to their sign, which matters before a ReLU and must not depend on rounding.
     """
     largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
 def padded(method: GrowthMethod, context: GrowthContext) -> dict[str, Tensor]:
-    """Return every tensor at the new widths with new channels disconnected: no inputs and no effect.
+    """Return every tensor at the new widths, with new channels disconnected.
 
-    Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter, a
-    bare parameter) are drawn by the method, and are the same for all new channels of a group.
+    Their rows, columns and biases in layers are zero. Entries of a single channel (a norm's parameters, a depthwise
+    filter, a bare parameter) are drawn by the method, and are the same for all new channels of a group.
     """
     fans = [group_tensors(context.graph, group) for group in context.graph.groups]
-    zero = {*names_of(fans, "incoming", "outgoing")}
-    tensors = {}
-    for name, old in context.old.items():
-        if not context.changes(name):
-            tensors[name] = old
-            continue
-        before, after = context.old_widths, context.new_widths
+    zero, before, after = {*names_of(fans, "incoming", "outgoing")}, context.old_widths, context.new_widths
+    tensors = dict(context.old)
+    for name in filter(context.changes, context.old):
+        old = context.old[name]
         if name in zero:
             tensors[name] = resized(old, context.axes(name), before, after)
             continue
@@ -250,9 +246,9 @@ def padded(method: GrowthMethod, context: GrowthContext) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidate channels, in batches, each with one outgoing weight of 1 and zero incoming weights.
+    """Candidate channels of one pass, each with a single outgoing weight of 1 and zero incoming weights.
 
-    `new` has the positions of each group's candidates in the tensors; it may be empty.
+    `new` has the positions of each group's candidates in the tensors; there may be none.
     """
 
     view: ChannelView
@@ -263,19 +259,19 @@ class Candidates:
     def of_each_entry(
         cls, method: GrowthMethod, context: GrowthContext, groups: Sequence[GroupTensors], least: Mapping[str, int]
     ) -> "Iterator[Candidates]":
-        """Yield candidates for all outgoing entries of each group, at least so many at a time."""
+        """Yield candidates for all outgoing entries of each group, at least `least` of a group at a time."""
         graph, old = context.graph, context.old_widths
         total = {fans.group: ChannelView(graph, old, old).size(fans.outgoing, fans.group) for fans in groups}
-        share = {
+        at_once = {
             group: min(count, max(_AT_ONCE * old[group], least.get(group, 0), _FEW)) for group, count in total.items()
         }
-        for number in range(max(-(-total[group] // share[group]) for group in total)):
+        for number in range(max(-(-total[group] // at_once[group]) for group in total)):
             parts = {
-                group: torch.arange(count)[number * share[group] : (number + 1) * share[group]]
+                group: torch.arange(count)[number * at_once[group] : (number + 1) * at_once[group]]
                 for group, count in total.items()
             }
             widths = {**old, **{group: old[group] + len(part) for group, part in parts.items()}}
-            view, tensors = (ChannelView(graph, widths, old), padded(method, replace(context, new_widths=widths)))
+            view, tensors = ChannelView(graph, widths, old), padded(method, replace(context, new_widths=widths))
             new = {group: old[group] + torch.arange(len(part)) for group, part in parts.items()}
             for fans in groups:
                 part = parts[fans.group]

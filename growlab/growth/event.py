@@ -44,11 +44,11 @@ from growlab.widths.unchanged import Snapshot
 
 log = logging.getLogger(__name__)
 
-# Relative change of a term of the loss that is warned of: more than a normalisation's eps does.
+# Relative change of a loss term that causes a warning: more than a normalisation's eps can cause.
 _TERM = 0.01
 #: Maps numbers measured by one process to those that all processes use.
 Agree = Callable[[list[float]], list[float]]
-#: The same of tensors.
+#: Maps a tensor of one process to the mean over all processes.
 Average = Callable[[Tensor], Tensor]
 #: Makes a context in which a network's parameters can be replaced.
 Rebuilding = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -61,7 +61,7 @@ def make_seed(
     """Turn a full-width network into the seed that a run starts from, in place.
 
     Args:
-        model: the full-width network that `graph` was traced from. On device meta only its shapes change, and
+        model: the full-width network that `graph` was traced from. On the meta device only its shapes change, and
             `draw_seed` draws its weights later.
         graph: its width graph.
         method: draws the seed's weights. At full width the network's own initialisation is kept, unless the method
@@ -73,24 +73,24 @@ def make_seed(
         The state to hand to `grow`.
 
     Raises:
-        UserError: the method would leave an output factor that `finish` could not fold, or multiply weights where
-            their gradients would be wrong. The network is then unchanged.
+        UserError: the method would leave an output factor that `finish` cannot fold, or multiply weights whose
+            gradients would then be wrong. The network is then unchanged.
     """
     avoid_unsafe_kernels(model)
-    still = constants.kept(graph, tensors_of(model, graph))
+    constant_tensors = constants.kept(graph, tensors_of(model, graph))
     if dict(widths) != graph.full_widths or method.draws_full_width:
         full = Snapshot(model, "nothing")
         try:
             resize(model, graph, graph.full_widths, widths)
             if not any(parameter.is_meta for parameter in model.parameters()):
-                replace_tensors(model, graph, _drawn(model, graph, method, widths, seed, still))
+                replace_tensors(model, graph, _drawn(model, graph, method, widths, seed, constant_tensors))
             _rehearse(model, graph, method, widths, seed)
         except BaseException:
             full.restore()
             note_restored((parameter, parameter) for parameter in model.parameters())
             raise
     births = {group: [0] * widths[group] for group in graph.groups}
-    return GrowthState(0, dict(widths), births, constants=still)
+    return GrowthState(0, dict(widths), births, constants=constant_tensors)
 
 
 def _drawn(
@@ -99,21 +99,21 @@ def _drawn(
     method: GrowthMethod,
     widths: Mapping[str, int],
     seed: int,
-    still: Mapping[str, Tensor],
+    constant_tensors: Mapping[str, Tensor],
 ) -> Mapping[str, Tensor]:
-    # The old tensors serve as the example of how bare parameters are spread.
+    # Bare parameters are drawn with the mean and deviation of the old tensors.
     old = as_applied(graph, tensors_of(model, graph))
-    context = GrowthContext(graph, old, widths, widths, seed, 0, constants=still)
+    context = GrowthContext(graph, old, widths, widths, seed, 0, constants=constant_tensors)
     return as_stored(graph, method.initialise(context))
 
 
 def draw_seed(
     model: nn.Module, graph: WidthGraph, method: GrowthMethod, state: GrowthState, seed: int, rebuilding: Rebuilding
 ) -> None:
-    """Draw a seed's tensors that are on device meta, one at a time; it may have been sharded since `make_seed`.
+    """Draw the seed's tensors that are on the meta device, one at a time; it may have been sharded since `make_seed`.
 
-    Those that the method does not draw, such as embeddings, get the values that their module begins with at these
-    widths: by `_init_weights` of transformers, else by `reset_parameters` of the module.
+    Tensors that the method does not draw, such as embeddings, are initialised by `_init_weights` of transformers, else
+    by `reset_parameters` of their module.
 
     Args:
         model: the seed, in place.
@@ -124,27 +124,27 @@ def draw_seed(
         rebuilding: see `grow`.
 
     Raises:
-        UserError: a module does not give its tensor values.
+        UserError: a module does not initialise its tensor.
     """
     if not any(t.is_meta for t in chain(model.parameters(), model.buffers())):
         return
     device = device_of_pieces(model)
     with rebuilding():
-        # By the names without wrappers.
+        # Only in this context do names lack the wrappers' prefixes.
         named = chain(model.named_parameters(), model.named_buffers())
-        hollow = [name for name, tensor in named if tensor.is_meta]
+        names = [name for name, tensor in named if tensor.is_meta]
         drawn = _drawn(model, graph, method, state.widths, seed, state.constants)
-        values = ((n, drawn[n] if n in drawn else _initial(model, n, generator(seed, 0, n))) for n in hollow)
+        values = ((n, drawn[n] if n in drawn else _initial(model, n, generator(seed, 0, n))) for n in names)
         replace_tensors(model, graph, ((name, tensor.to(device)) for name, tensor in values))
 
 
 def _initial(model: nn.Module, name: str, source: torch.Generator) -> Tensor:
-    """Values that a tensor on device meta begins with, by the initialisation of its module."""
-    path, _, own = name.rpartition(".")
-    module, above = model.get_submodule(path), [model]
+    """Return initial values of a tensor on the meta device, by the initialisation of its module."""
+    path, _, attribute = name.rpartition(".")
+    module, ancestors = model.get_submodule(path), [model]
     for step in path.split(".") if path else ():
-        above.append(above[-1].get_submodule(step))
-    whole: Any = next((each._init_weights for each in above if hasattr(each, "_init_weights")), None)
+        ancestors.append(ancestors[-1].get_submodule(step))
+    init_weights: Any = next((m._init_weights for m in ancestors if hasattr(m, "_init_weights")), None)
     twin: Any = copy.copy(module)
     tensors = (*module._parameters.items(), *module._buffers.items())
     empty = {key: torch.full(t.shape, _unset(t), dtype=t.dtype) for key, t in tensors if t is not None}
@@ -152,11 +152,11 @@ def _initial(model: nn.Module, name: str, source: torch.Generator) -> Tensor:
     twin._buffers = {k: empty.get(k) for k in module._buffers}
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(source.initial_seed())
-        if whole is not None:
-            whole(twin)
+        if init_weights is not None:
+            init_weights(twin)
         elif hasattr(twin, "reset_parameters"):
             twin.reset_parameters()
-    tensor: Tensor = getattr(twin, own).detach()
+    tensor: Tensor = getattr(twin, attribute).detach()
     unset = _unset(tensor)
     if tensor.dtype != torch.bool and bool((tensor.isnan() if isnan(unset) else tensor == unset).any()):
         raise UserError(
@@ -167,14 +167,14 @@ def _initial(model: nn.Module, name: str, source: torch.Generator) -> Tensor:
 
 
 def _unset(tensor: Tensor) -> float:
-    """Value that no initialisation gives; booleans have no such value."""
+    """Value that marks an entry as not initialised; booleans have no such value."""
     if tensor.is_floating_point() or tensor.is_complex():
         return nan
     return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
 
 
 def _rehearse(model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int) -> None:
-    """Rehearse all growth as one event, where it might leave a factor on the output or on weights that cannot be."""
+    """Rehearse all growth as one event; refuse an output factor that cannot be folded, and unsafe multipliers."""
     may_multiply = method.layer_multipliers and any(
         graph.changes(name, widths, graph.full_widths) for name in graph.recomputed if name in graph.axes
     )
@@ -216,27 +216,27 @@ def grow(
     normalised: frozenset[str] = frozenset(),
     rebuilding: Rebuilding = contextlib.nullcontext,
 ) -> GrowthEvent:
-    """Widen a network in place by one stage, or narrow it where the method can; an error leaves all as it was.
+    """Widen a network in place by one stage, or narrow it if the method can; an error leaves everything unchanged.
 
     Args:
         model: the network at `state.widths`.
         graph: its width graph.
         method: initialises new entries and rescales old ones.
-        state: updated.
+        state: the network's growth state; updated.
         new_widths: width of each group afterwards.
         seed: the run's seed.
-        probe: positional inputs that parity is checked on, or the only one.
-        agree: maps this process's measured numbers to those that all use, so that all keep or undo the event.
+        probe: positional inputs, or a single one, on which outputs before and after are compared.
+        agree: maps this process's measured numbers to those that all processes use, so that all keep or undo the event.
         averaged: if `model` is an average, the averaged network's tensors (`tensors_of`) before its event.
-        gradients: running means of gradients by parameter name, for methods that want them.
-        data: training batches, for methods that want some.
+        gradients: running means of gradients by parameter name, for methods with `wants_gradients`.
+        data: training batches, for methods with `batches`.
         averaged_event: if `model` is an average, the event of the averaged network.
-        average: maps a tensor of this process's statistics to the mean over all processes; called as `agree` is.
-        normalised: parameters whose optimizer normalises gradients, by name.
-        rebuilding: makes a context in which parameters are replaced, for networks that are sharded.
+        average: maps a tensor of this process's statistics to the mean over all processes.
+        normalised: names of parameters whose optimizer normalises gradients.
+        rebuilding: makes a context in which parameters can be replaced, for sharded networks.
 
     Returns:
-        The event, whose `replaced` an optimizer needs to follow.
+        The event; optimizers follow by its `replaced` and `carry`.
 
     Raises:
         ParityError: the outputs changed by more than the method allows.
@@ -248,21 +248,18 @@ def grow(
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
-    kept = gathered(tensors_of(model, graph))
-    still = constants.unchanged(graph, state.constants, kept if averaged is None else averaged, state.widths)
-    old, averaged = as_applied(graph, kept), None if averaged is None else as_applied(graph, averaged)
-    about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, averaged, gradients or {})
-    known, new = ({}, None) if averaged_event is None else _known(graph, averaged_event)
-    seen = (method.observe(model, graph, probe), known, data, new)
-    context = GrowthContext(*about, *seen, state.multipliers, normalised, still)
+    given = {"gradients": gradients or {}, "data": data, "normalised": normalised}
+    given["observed"] = method.observe(model, graph, probe)
+    stored = gathered(tensors_of(model, graph))
+    context = _context(graph, state, new_widths, seed, stored, averaged, averaged_event, **given)
     growth = grown(model, method, context)
-    later = _later(state, method, context, growth)
+    next_state = _next_state(state, method, context, growth)
     with _replaced(model, graph, state, _changed(context, growth), rebuilding) as replaced:
-        weighted_norms = restore(model, graph, later)
+        weighted_norms = restore(model, graph, next_state)
         checking = time.perf_counter()
         parity = _checked(model, method, context, growth, before, probe, agree, average)
     parity_sec += time.perf_counter() - checking
-    vars(state).update(vars(later))
+    vars(state).update(vars(next_state))
     return GrowthEvent(
         stage=stage,
         method=method.name,
@@ -281,15 +278,38 @@ def grow(
     )
 
 
+def _context(
+    graph: WidthGraph,
+    state: GrowthState,
+    new_widths: Mapping[str, int],
+    seed: int,
+    stored: Mapping[str, Tensor],
+    averaged: Mapping[str, Tensor] | None,
+    averaged_event: GrowthEvent | None,
+    **given: Any,
+) -> GrowthContext:
+    """Make the growth method's input from the network's tensors and, for an average, from the averaged network's."""
+    still_constant = constants.unchanged(graph, state.constants, stored if averaged is None else averaged, state.widths)
+    given |= {"multipliers": state.multipliers, "constants": still_constant}
+    if averaged is not None:
+        given["averaged"] = as_applied(graph, averaged)
+    if averaged_event is not None:
+        new = {name: new.detach() for name, (_, new) in averaged_event.replaced.items()}
+        given["averaged_event"] = as_applied(graph, new), averaged_event.carry
+        given["averaged_observed"] = averaged_event.observed
+    widths = dict(state.widths), dict(new_widths)
+    return GrowthContext(graph, as_applied(graph, stored), *widths, seed, state.stage + 1, **given)
+
+
 def grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> GrownTensors:
-    """Compute an event's tensors: the method's, with the scale of attention and padding rows kept."""
+    """Compute an event's tensors: the method's, with attention's scale and padding rows preserved."""
     growth = with_attention_scale(context, method.grow(context), method.multiplied(context))
     scales, tensors = dict(growth.carry.scales), padding_kept(model, context.old, growth.tensors)
     for v, (g, dim) in context.graph.weight_norms.items():
         if v in tensors and (context.changes(v) or v in scales):
-            old, new = (torch.norm_except_dim(each[v], 2, dim) for each in (context.old, tensors))
+            old, new = (torch.norm_except_dim(weights[v], 2, dim) for weights in (context.old, tensors))
             new = new[grid(context.kept(g), new.device)]
-            # The new entries' contribution to g dL/dg = <dL/dw, w> cancels, or is unknown.
+            # The contribution of new entries to g dL/dg = <dL/dw, w> cancels or is unknown.
             scales[g] = torch.where(new == 0, 1.0, old / new)
     return replace(growth, tensors=tensors, carry=replace(growth.carry, scales=scales))
 
@@ -298,9 +318,9 @@ def _changed(context: GrowthContext, growth: GrownTensors) -> Iterator[tuple[str
     """Yield names and new tensors of an event, also of weights that only their row multipliers change."""
     stored = as_stored(context.graph, growth.tensors)
     for name in growth.tensors:
-        # A length follows its direction.
-        other = context.graph.lengths.get(name, name)
-        if growth.tensors[other] is not context.old[other] or name in growth.carry.scales:
+        # In a normalised weight g v / |v|, g changes with v.
+        direction = context.graph.lengths.get(name, name)
+        if growth.tensors[direction] is not context.old[direction] or name in growth.carry.scales:
             yield name, context.constant(name, stored[name]) if name in context.constants else stored[name]
 
 
@@ -312,7 +332,7 @@ def _replaced(
     tensors: Iterable[tuple[str, Tensor]],
     rebuilding: Rebuilding,
 ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Put new tensors in the network, and after an error what it had, with the state's norms and multipliers."""
+    """Replace the network's tensors; after an error restore them, and the state's norms and multipliers."""
     old = tensors_of(model, graph)
 
     def new() -> Iterator[tuple[str, Tensor]]:
@@ -331,15 +351,15 @@ def _replaced(
         raise
 
 
-def _later(state: GrowthState, method: GrowthMethod, context: GrowthContext, growth: GrownTensors) -> GrowthState:
+def _next_state(state: GrowthState, method: GrowthMethod, context: GrowthContext, growth: GrownTensors) -> GrowthState:
     graph, before, after, carry = context.graph, state.widths, context.new_widths, growth.carry
-    past = annealed(state.norm_weights, state.norm_progress)
-    kept = {name: rows for name, rows in state.multipliers.items() if name not in growth.folded}
+    norm_weights = annealed(state.norm_weights, state.norm_progress)
+    multipliers = {name: rows for name, rows in state.multipliers.items() if name not in growth.folded}
     births = {}
     for group, stages in state.births.items():
         stages = stages[: after[group]]
         if group in carry.bases:
-            # Every channel is now made up of old ones: none is younger than another.
+            # The basis was rotated: every channel now mixes all old ones, so all have the same age.
             stages = [min(stages)] * len(stages)
         births[group] = stages + [context.stage] * (after[group] - len(stages))
     return replace(
@@ -347,9 +367,9 @@ def _later(state: GrowthState, method: GrowthMethod, context: GrowthContext, gro
         stage=context.stage,
         widths=dict(after),
         births=births,
-        norm_weights=carried_weights(graph, past, carry, before, after),
+        norm_weights=carried_weights(graph, norm_weights, carry, before, after),
         norm_progress=0.0,
-        multipliers=carried_multipliers(graph, kept, growth.multipliers, carry, before, after),
+        multipliers=carried_multipliers(graph, multipliers, growth.multipliers, carry, before, after),
         output_factor=state.output_factor * (growth.output_factor if method.output_multiplier else 1.0),
     )
 
@@ -358,34 +378,34 @@ def gradients_follow(method: GrowthMethod, growth: GrownTensors) -> Carry:
     """Return the rule by which optimizers' state follows an event."""
     if method.output_multiplier:
         return growth.carry
-    # Outputs z become z' = z / factor for good. To first order the loss has the slope there that it had: dL/dz' of the
-    # grown network is dL/dz, not dL/dz * factor as it is where the output is multiplied again.
+    # Outputs z stay at z' = z / factor. To first order the loss has the same slope there: dL/dz' is dL/dz, and not
+    # dL/dz * factor as with an output multiplier.
     return replace(growth.carry, every=growth.carry.every / growth.output_factor)
 
 
 def _observed(
     model: nn.Module, graph: WidthGraph, method: GrowthMethod, stage: int, probe: tuple[Any, ...], agree: Agree
 ) -> Outputs:
-    """Run the network on the probe before the event; raise a ParityError if it puts out NaN already."""
+    """Run the network on the probe before the event; raise a ParityError if its output contains NaN."""
     before = observe(model, probe)
     (diverged,) = agree([float(before.eval.isnan().any() or before.train.isnan().any())])
     if method.preserves and diverged:
         raise ParityError(
-            f"the network puts out NaN already before growth to stage {stage}: training has diverged, or its inputs "
+            f"the network's output contains NaN before growth to stage {stage}: training has diverged, or the inputs "
             "are not finite; lower the learning rate, or clip gradients."
         )
     with empty_caches(model) as filled:
         return replace(before, forgetful=observe(model, probe)) if filled else before
 
 
-def _forgetful(model: nn.Module, before: Outputs, emptied: Sequence[str]) -> Outputs:
-    """Outputs before the event to compare with where the event has emptied caches; warn if they were no caches."""
+def _without_caches(model: nn.Module, before: Outputs, emptied: Sequence[str]) -> Outputs:
+    """Return the old outputs to compare with if the event has emptied caches; warn if that changed the outputs."""
     if not emptied or before.forgetful is None:
         return before
     if relative_error(before.eval, before.forgetful.eval) > rounding(model, before.eval):
         log.warning(
             "the forward of %s keeps state between calls (%s), which does not fit the new widths: it is reset at "
-            "this growth event; kept in a buffer of the network it would grow too",
+            "this growth event; in a buffer of the network it would grow instead",
             type(model).__name__,
             ", ".join(dict.fromkeys(emptied)),
         )
@@ -402,14 +422,9 @@ def _warn_of_terms(before: Outputs, after: Outputs) -> None:
         described = ", ".join(f"{old:.4g} -> {new:.4g}" for old, new in changes)
         log.warning(
             "further training outputs of the network have changed at this growth event (%s): loss terms computed "
-            "from growing layers have another weight from now on",
+            "from growing layers are weighted differently from now on",
             described,
         )
-
-
-def _known(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[Mapping[str, Any], Any]:
-    new = {name: new.detach() for name, (_, new) in averaged_event.replaced.items()}
-    return averaged_event.observed, (as_applied(graph, new), averaged_event.carry)
 
 
 def _checked(
@@ -423,18 +438,15 @@ def _checked(
     average: Average,
 ) -> dict[str, Any]:
     """Compare outputs, then add the noise that breaks symmetries; return the parity fields of the event."""
-    before = _forgetful(model, before, forget_caches(model, probe, FAILURES))
+    before = _without_caches(model, before, forget_caches(model, probe, FAILURES))
     tensors = tensors_of(model, context.graph)
-    begin = statistics_writer(context, growth, tensors, average)
+    write_statistics = statistics_writer(context, growth, tensors, average)
     setting = eps_follows(model, context, growth, tensors)
     norms = context.graph.norms
-    # Where nothing was drawn or normalised by batches, equal bits before the event come from equal operations.
+    # Without random draws and batch statistics, equal bits before the event mean that both modes compute the same.
     differ = bool(norms) or before.drawn or not torch.equal(before.eval, before.train)
-    after = observe(model, probe, norms, begin, setting, modes_differ=differ)
-    allowed = None
-    if method.preserves and growth.allowed_error is not None:
-        allowed = (growth.allowed_error, growth.allowed_error)
-    factor = growth.output_factor
+    after = observe(model, probe, norms, write_statistics, setting, modes_differ=differ)
+    allowed, factor = growth.allowed_error if method.preserves else None, growth.output_factor
     parity = compare(model, probe, before, after, agree, factor=factor, allowed=allowed, setting=setting)
     eps_error = parity.errors[1]
     if after.plain is not after.train:
@@ -467,7 +479,7 @@ def _checked(
 
 @on_cpu
 def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progress: float) -> None:
-    """Bring weighted normalisations closer to plain ones, which they are from progress 1 on.
+    """Bring weighted normalisations closer to plain ones; at progress 1 they are plain.
 
     Custom loops call it before each step of the first part of a stage; `finish` refuses a network that has not
     been brought to 1. Networks without layer, RMS or group normalisation of growing channels have nothing to anneal.
@@ -475,7 +487,7 @@ def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progre
     Args:
         model: the network, or an average of it.
         graph: its width graph.
-        state: of the network; brought up to date.
+        state: the network's growth state; updated.
         progress: from 0 at a growth event to 1.
     """
     weights = annealed(state.norm_weights, progress)
@@ -492,7 +504,7 @@ def restore(model: nn.Module, graph: WidthGraph, state: GrowthState) -> list[str
     Args:
         model: the network as it is built and resized, or an average of it.
         graph: its width graph.
-        state: of a checkpoint.
+        state: growth state of a checkpoint.
 
     Returns:
         Paths of the modules whose statistics over channels are weighted.
@@ -502,7 +514,7 @@ def restore(model: nn.Module, graph: WidthGraph, state: GrowthState) -> list[str
     return weighted
 
 
-# Its tensors must be trainable even if it is called under inference mode.
+# Tensors made in inference mode could not be trained.
 @torch.inference_mode(False)
 @in_own_precision
 @on_cpu

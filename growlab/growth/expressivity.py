@@ -17,7 +17,7 @@ from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import arithmetic
 from growlab.widths import Layer, WidthGraph, as_run, tensors_of
 
-# Singular values of S below this part of the largest count as zero, as in GroMo.
+# Singular values of S below this fraction of the largest count as zero, as in GroMo.
 RANK = 1e-6
 
 
@@ -26,8 +26,8 @@ class Bottleneck:
     """Expressivity bottleneck of the layer that consumes a group's channels, per sample.
 
     Attributes:
-        wanted: E|V|^2 with V = -dL/dz at the layer's output z: the change that the loss asks for.
-        missing: min over dW of E|V - dW b|^2 with the layer's input b: the part that no change of its weights provides.
+        wanted: E|V|^2 with V = -dL/dz at the layer's output z: the change of the output that lowers the loss.
+        missing: min over dW of E|V - dW b|^2 with the layer's input b: the part that no change of its weights achieves.
     """
 
     wanted: float
@@ -38,7 +38,7 @@ class Bottleneck:
 def bottlenecks(
     graph: WidthGraph, widths: Mapping[str, int], data: Measurement, seed: int = 0
 ) -> dict[str, Bottleneck]:
-    """Measure the bottleneck of every growing group for which TINY is defined (Def. 2.3; Prop. 3.1 gives the best dW).
+    """Measure the bottleneck of every growing group for which TINY is defined (Def. 2.3, with dW of Prop. 3.1).
 
     A layer with more inputs than the batches have output positions can fit any change: use enough batches.
 
@@ -49,18 +49,18 @@ def bottlenecks(
         seed: the run's seed.
 
     Returns:
-        Bottlenecks by group; without groups at full width, and those with several producers or consumers.
+        Bottlenecks by group, without groups at full width and groups with several producers or consumers.
     """
     tensors = as_applied(graph, tensors_of(data.model, graph))
     context = GrowthContext(graph, tensors, widths, widths, seed, 0, data=data)
     growing = [fans for fans in measurable(graph, data.model) if widths[fans.group] < graph.full_widths[fans.group]]
     if not growing:
         return {}
-    found = moments(context, data, growing, dict(data.model.named_modules()))
+    measured = moments(context, data, growing, dict(data.model.named_modules()))
     return {
-        fans.group: _bottleneck(found, fans.group)
+        fans.group: _bottleneck(measured, fans.group)
         for fans in growing
-        if float(found[f"calls {fans.consumers[0].name}"]) == 1.0
+        if float(measured[f"calls {fans.consumers[0].name}"]) == 1.0
     }
 
 
@@ -82,18 +82,18 @@ def measurable(graph: WidthGraph, model: nn.Module) -> list[GroupTensors]:
     ]
 
 
-def _bottleneck(found: Mapping[str, Tensor], group: str) -> Bottleneck:
-    goal, wanted = found[f"goal {group}"], float(found[f"wanted {group}"])
-    possible = float(torch.sum(goal * solved(found[f"square {group}"], goal)))
+def _bottleneck(measured: Mapping[str, Tensor], group: str) -> Bottleneck:
+    goal, wanted = measured[f"goal {group}"], float(measured[f"wanted {group}"])
+    possible = float(torch.sum(goal * solved(measured[f"square {group}"], goal)))
     return Bottleneck(wanted, max(0.0, wanted - possible))
 
 
 def refuses_bottleneck(fans: GroupTensors) -> str | None:
     """Return why a bottleneck is not defined for channels, or None: one producer and one consumer, not depthwise."""
-    for layers, what in ((fans.producers, "put out"), (fans.consumers, "taken")):
+    for layers, verb in ((fans.producers, "produced"), (fans.consumers, "consumed")):
         if len({layer.weight for layer in layers}) != 1:
             names = ", ".join(layer.name for layer in layers[:2]) or "no layer"
-            return f"its channels are {what} by {names}{' and others' if len(layers) > 2 else ''}, not one layer"
+            return f"its channels are {verb} by {names}{' and others' if len(layers) > 2 else ''}, not by one layer"
     if fans.depthwise:
         return f"{fans.depthwise[0].name} maps each channel by its own filter"
     if len(fans.incoming) > 2 or len(fans.outgoing) > 1:
@@ -104,7 +104,7 @@ def refuses_bottleneck(fans: GroupTensors) -> str | None:
 
 
 def solved(square: Tensor, product: Tensor, ridge: float = 0.0) -> Tensor:
-    """Solve (S + ridge) X = M for X, [I, O]; directions that the batches do not determine are left out."""
+    """Solve (S + ridge) X = M for X, [I, O], without directions that the batches do not determine."""
     factor = cholesky(square, ridge)
     if factor is not None:
         return torch.cholesky_solve(product.double(), factor)
@@ -118,8 +118,8 @@ def cholesky(square: Tensor, ridge: float) -> Tensor | None:
     amount = ridge * square.diagonal().mean()
     factor, failed = torch.linalg.cholesky_ex(square + amount * torch.eye(len(square)).to(square))
     # The largest eigenvalue is at most the trace.
-    sound = not bool(failed) and float(amount) > RANK * float(square.trace())
-    return factor if sound else None
+    well_conditioned = float(amount) > RANK * float(square.trace())
+    return factor if well_conditioned and not bool(failed) else None
 
 
 def usual(module: nn.Module | None) -> bool:
@@ -137,7 +137,7 @@ def usual(module: nn.Module | None) -> bool:
 def moments(
     context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors], modules: Mapping[str, nn.Module]
 ) -> dict[str, Tensor]:
-    """Measure second moments per sample: of producers' and consumers' inputs, and of the latter with the goal V."""
+    """Measure moments of producers' inputs h and consumers' inputs b: E[h h^T], E[b b^T], E[b V^T] and E|V|^2."""
     view = ChannelView(context.graph, context.old_widths, context.old_widths)
     names = list(dict.fromkeys(layer.name for fans in groups for layer in (fans.producers[0], fans.consumers[0])))
     consumers = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
@@ -145,24 +145,24 @@ def moments(
 
     def visit(one: Pass) -> dict[str, Tensor]:
         loss, seen = one.loss, one.seen
-        slopes = torch.autograd.grad(loss, [seen[name].output for name in consumers])
-        goal = dict(zip(consumers, slopes, strict=True))
+        gradients = torch.autograd.grad(loss, [seen[name].output for name in consumers])
+        slopes = dict(zip(consumers, gradients, strict=True))
         with arithmetic():
-            found = {f"calls {name}": torch.tensor(float(seen[name].calls)).to(loss) for name in names}
+            means = {f"calls {name}": torch.tensor(float(seen[name].calls)).to(loss) for name in names}
             for fans in groups:
                 producer, consumer = fans.producers[0], fans.consumers[0]
                 h = _patches(modules[producer.name], producer, seen[producer.name], read[producer.name])
                 b = _patches(modules[consumer.name], consumer, seen[consumer.name], read[consumer.name])
-                v = -len(b) * _rows(modules[consumer.name], goal[consumer.name]).double()
+                v = -len(b) * _rows(modules[consumer.name], slopes[consumer.name]).double()
                 reads = _reads(modules[consumer.name], seen[consumer.name], seen[producer.name])
                 weighted = h if reads is None else h * reads[:, None].to(h)
-                found[f"input {fans.group}"] = _product(weighted, h)
-                found[f"square {fans.group}"] = _product(b, b)
-                found[f"goal {fans.group}"] = _product(b, v)
-                found[f"wanted {fans.group}"] = v.square().sum() / len(b)
-        return found
+                means[f"input {fans.group}"] = _product(weighted, h)
+                means[f"square {fans.group}"] = _product(b, b)
+                means[f"goal {fans.group}"] = _product(b, v)
+                means[f"wanted {fans.group}"] = v.square().sum() / len(b)
+        return means
 
-    # Out of place: an in-place activation would overwrite the layer's output.
+    # The mode's activations are out of place; others could overwrite the layer's output.
     return data.run(context.old, visit, [right_derivatives()], names, work="moments")
 
 
@@ -174,7 +174,7 @@ def bottleneck(
     updates: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module],
 ) -> dict[str, Tensor]:
-    """Measure N of each group, [incoming entries, outgoing entries], float64."""
+    """Measure TINY's matrix N of each group, [incoming entries, outgoing entries], float64."""
     graph, old = context.graph, context.old_widths
     columns: dict[str, list[Tensor]] = {fans.group: [] for fans in groups}
     names = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
@@ -188,7 +188,7 @@ def bottleneck(
             parameters, loss, seen = one
             outputs = [seen[name].output for name in names]
             slopes = dict(zip(names, torch.autograd.grad(loss, outputs, retain_graph=True), strict=True))
-            found = {}
+            gradients_of_incoming = {}
             for fans in groups:
                 if not len(new[fans.group]):
                     continue
@@ -197,26 +197,25 @@ def bottleneck(
                 with arithmetic():
                     patches = _patches(module, consumer, seen[consumer.name], read[consumer.name])
                     goal = -len(patches) * _rows(module, slopes[consumer.name]).double()
-                    known = rows[consumer.name]
+                    old_rows = rows[consumer.name]
                     rest = torch.zeros_like(goal)
-                    rest[..., known] = goal[..., known] - patches @ updates[fans.group]
+                    rest[..., old_rows] = goal[..., old_rows] - patches @ updates[fans.group]
                     if isinstance(module, nn.Conv2d):
                         rest = rest.mT
                     rest = rest.reshape(output.shape).to(output) / len(patches)
-                asked = [parameters[slot.name] for slot in fans.incoming]
-                taken = torch.autograd.grad(output, asked, rest, retain_graph=True, materialize_grads=True)
-                for slot, tensor in zip(fans.incoming, taken, strict=True):
-                    found[f"{fans.group} {slot.name}"] = tensor.double()
-            return found
+                weights = [parameters[slot.name] for slot in fans.incoming]
+                gradients = torch.autograd.grad(output, weights, rest, retain_graph=True, materialize_grads=True)
+                for slot, gradient in zip(fans.incoming, gradients, strict=True):
+                    gradients_of_incoming[f"{fans.group} {slot.name}"] = gradient.double()
+            return gradients_of_incoming
 
         norms = IdentityNorms(_new_channels(data.model, graph, view, groups))
         modes = [right_derivatives(), norms]
-        found = data.run(candidates.tensors, visit, modes, names, work=("bottleneck", number))
+        measured = data.run(candidates.tensors, visit, modes, names, work=("bottleneck", number))
         for fans in groups:
-            if not len(new[fans.group]):
-                continue
-            taken = {slot.name: found[f"{fans.group} {slot.name}"] for slot in fans.incoming}
-            columns[fans.group].append(view.read(taken, fans.incoming, fans.group, new[fans.group]).T)
+            if len(new[fans.group]):
+                gradients = {slot.name: measured[f"{fans.group} {slot.name}"] for slot in fans.incoming}
+                columns[fans.group].append(view.read(gradients, fans.incoming, fans.group, new[fans.group]).T)
     return {group: torch.cat(pieces, 1) for group, pieces in columns.items()}
 
 
@@ -242,17 +241,17 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
     return one.flatten(0, 1).T @ other.flatten(0, 1) / len(one)
 
 
-def _reads(consumer: nn.Module, read: Seen, made: Seen) -> Tensor | None:
+def _reads(module: nn.Module, consumer: Seen, producer: Seen) -> Tensor | None:
     """Number of times a consumer reads each position of its producer's output, [positions]; None if all are equal.
 
     With pooling in between, a position counts as the one that it is pooled into.
     """
-    if not isinstance(consumer, nn.Conv2d) or made.output.dim() != 4:
+    if not isinstance(module, nn.Conv2d) or producer.output.dim() != 4:
         return None
-    kernel, geometry = consumer.kernel_size, (consumer.dilation, consumer.padding, consumer.stride)
-    once = torch.ones_like(F.unfold(read.x[:1, :1], kernel, *geometry))  # type: ignore[arg-type]
-    counts = F.fold(once, read.x.shape[2:], kernel, *geometry)  # type: ignore[arg-type]
-    return F.interpolate(counts, made.output.shape[2:], mode="nearest").flatten()
+    kernel, geometry = module.kernel_size, (module.dilation, module.padding, module.stride)
+    once = torch.ones_like(F.unfold(consumer.x[:1, :1], kernel, *geometry))  # type: ignore[arg-type]
+    counts = F.fold(once, consumer.x.shape[2:], kernel, *geometry)  # type: ignore[arg-type]
+    return F.interpolate(counts, producer.output.shape[2:], mode="nearest").flatten()
 
 
 def _rows(module: nn.Module, tensor: Tensor) -> Tensor:
@@ -263,7 +262,7 @@ def _rows(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def _new_channels(model: nn.Module, graph: WidthGraph, view: ChannelView, groups: Sequence[GroupTensors]):
-    """Return the function for `IdentityNorms` that masks a norm's new channels, from its tensors."""
+    """Return the function for `IdentityNorms` that finds the mask of a norm's new channels by the norm's tensors."""
     names = {
         name: [fans.group for fans in groups if norm in fans.norms]
         for fans in groups
@@ -275,11 +274,11 @@ def _new_channels(model: nn.Module, graph: WidthGraph, view: ChannelView, groups
     def new(mean: Tensor | None, weight: Tensor | None) -> Tensor | None:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name in names:
-            if name in tensors and any(tensors[name] is one for one in (mean, weight)):
+            if name in tensors and (tensors[name] is mean or tensors[name] is weight):
                 axis = graph.axes[name][0]
-                kept = torch.ones(axis.length(view.widths), dtype=torch.bool)
-                kept[axis.kept(view.among, view.widths)] = False
-                return kept
+                is_new = torch.ones(axis.length(view.widths), dtype=torch.bool)
+                is_new[axis.kept(view.among, view.widths)] = False
+                return is_new
         return None
 
     return new

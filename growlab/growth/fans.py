@@ -1,4 +1,4 @@
-"""Incoming and outgoing weights of channels (rows and columns), on any traced network."""
+"""Incoming and outgoing weights of channels (rows and columns) in any traced network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,10 +66,9 @@ def names_of(groups: Sequence[GroupTensors], *sides: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ChannelView:
-    """Reads and writes channels' entries of tensors, restricted to their connections with the first channels.
+    """Reads and writes channels' entries of tensors, restricted to their connections with old channels.
 
-    In the other dimensions only the first channels, up to the widths `among`, are used: for a new channel, its
-    connections with old ones.
+    In other dimensions only the first channels, up to the widths `among`, are used.
     """
 
     graph: WidthGraph
@@ -77,7 +76,7 @@ class ChannelView:
     among: Mapping[str, int]
 
     def old(self, group: str) -> Tensor:
-        """Indices of a group's channels among which entries are used."""
+        """Indices of a group's first channels, up to `among`."""
         return torch.arange(self.among[group])
 
     def new(self, group: str) -> Tensor:
@@ -86,13 +85,13 @@ class ChannelView:
 
     def read(self, tensors: Mapping[str, Tensor], slots: Sequence[TensorDim], group: str, channels: Tensor) -> Tensor:
         """Read the entries of channels, [channels, entries of one channel], in the order of the slots."""
-        found = []
+        pieces = []
         for slot in slots:
             tensor = tensors[slot.name]
             for dim, position in enumerate(self._positions(slot, group, channels)):
                 tensor = tensor.index_select(dim, position.to(tensor.device))
-            found.append(tensor.movedim(slot.dim, 0).reshape(len(channels), self.size([slot], group)))
-        return torch.cat(found, 1)
+            pieces.append(tensor.movedim(slot.dim, 0).reshape(len(channels), self.size([slot], group)))
+        return torch.cat(pieces, 1)
 
     def write(
         self, tensors: dict[str, Tensor], slots: Sequence[TensorDim], group: str, channels: Tensor, values: Tensor
@@ -113,12 +112,14 @@ class ChannelView:
     def size(self, slots: Sequence[TensorDim], group: str) -> int:
         """Number of entries of one channel."""
 
-        def length(axis: Axis, is_own: bool) -> int:
-            own = sum(part.outer * part.inner for part in axis.parts if part.group == group)
-            return own if is_own else axis.length(self.among)
+        def length(axis: Axis, of_channel: bool) -> int:
+            if not of_channel:
+                return axis.length(self.among)
+            return sum(part.outer * part.inner for part in axis.parts if part.group == group)
 
-        axes = ((slot.dim, self.graph.axes[slot.name]) for slot in slots)
-        return sum(prod(length(axis, dim == own) for dim, axis in enumerate(every)) for own, every in axes)
+        return sum(
+            prod(length(axis, dim == slot.dim) for dim, axis in enumerate(self.graph.axes[slot.name])) for slot in slots
+        )
 
     def _positions(self, slot: TensorDim, group: str, channels: Tensor) -> list[Tensor]:
         return [
@@ -130,8 +131,8 @@ class ChannelView:
         """Positions of each channel of the group on an axis, [width, positions of one channel]."""
         if len(axis.parts) == 1:
             (part,) = axis.parts
-            every = torch.arange(axis.length(self.widths)).view(part.outer, self.widths[group], part.inner)
-            return every.transpose(0, 1).reshape(self.widths[group], -1)
+            positions = torch.arange(axis.length(self.widths)).view(part.outer, self.widths[group], part.inner)
+            return positions.transpose(0, 1).reshape(self.widths[group], -1)
         marks = {name: torch.full((self.widths[name],), -1) for name in axis.groups}
         marks[group] = torch.arange(self.widths[group])
         spread = axis.spread(marks, self.widths, fixed=-1)

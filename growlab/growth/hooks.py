@@ -1,7 +1,7 @@
-"""Hooks of a growing network: the output factor, modes of modules' forwards, and entries of state_dicts.
+"""Hooks of a growing network: the output factor, contexts around modules' forwards, and entries of state_dicts.
 
-They add no parameters or buffers, leave classes as they are, and are removed when growth ends. A state_dict restores
-the widths that it was saved at.
+They add no parameters or buffers, do not change classes, and are removed when growth ends. Loading a state_dict
+restores the widths at which it was saved.
 """
 
 import weakref
@@ -19,10 +19,10 @@ from growlab.growth.state import GrowthState, OutputScale
 from growlab.widths import WidthGraph
 from growlab.widths.meta import called_apart
 
-#: Key of the growth state in a state_dict's metadata, which other code does not change.
+#: Key of the growth state in a state_dict's metadata.
 METADATA = "growlab"
-#: Called before a network loads tensors: with the network, the tensors by name, and the saved `GrowthState.as_dict()`
-#: or None; resizes the network to their widths.
+#: Resizes a network to the tensors that it is about to load. Called with the network, the tensors by name, and the
+#: saved `GrowthState.as_dict()` or None.
 Resize = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Any] | None], None]
 # Attribute of a module in which its `_Entries` are stored.
 _ENTRIES = "_growth_entries"
@@ -56,23 +56,23 @@ class _ReadState:
     ) -> None:
         resize = None if self._resize is None else self._resize()
         if resize is not None:
-            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            resize(module, own, metadata.get(METADATA))
+            of_module = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            resize(module, of_module, metadata.get(METADATA))
 
 
 def attach(network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Resize, probe: tuple[Any, ...]) -> None:
     """Add hooks that scale the output by `state.output_factor` and store the growth state in state_dicts.
 
     If the network returns only tensors, its output is multiplied. If it returns a dictionary of a loss and logits, for
-    example, the outputs of the layers that set its scale are multiplied instead, so that values computed from them
-    inside the network, such as the loss, are correct too. The grower's `resize` is kept by a weak reference.
+    example, the outputs of the layers that set their scale are multiplied instead, so that values computed from them
+    inside the network, such as the loss, are correct too. `resize`, the grower's method, is kept by a weak reference.
     """
     detach(network)
     scale = OutputScale(state)
-    # Some return terms of the loss too while they train.
+    # Both modes count: some networks return terms of the loss too in train mode.
     if all(isinstance(output, Tensor) for output in outputs.find_caches(network, probe)):
         if network._compiled_call_impl is not None:
-            # Imports torch._dynamo, which takes longer than all of growlab.
+            # Not at the top: it imports torch._dynamo, which takes longer than all of growlab.
             from growlab.growth.compiled import EagerOutputScale
 
             scale = EagerOutputScale(state)
@@ -83,10 +83,10 @@ def attach(network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Re
             network.get_submodule(name).register_forward_hook(scale)
     network.register_state_dict_post_hook(_WriteState(state))
     network.register_load_state_dict_pre_hook(_ReadState(resize))
-    # Behind all others: the hook that resizes may change which entries there are.
-    known = _entries(network)
-    known.load.remove()
-    known.load, known.stays = network.register_load_state_dict_pre_hook(_load), True
+    # Registered last, since the hook that resizes may change which entries there are.
+    entries = _entries(network)
+    entries.load.remove()
+    entries.load, entries.stays = network.register_load_state_dict_pre_hook(_load), True
 
 
 def detach(network: nn.Module) -> None:
@@ -102,7 +102,7 @@ def detach(network: nn.Module) -> None:
 
 
 def state_of(network: nn.Module) -> GrowthState | None:
-    """Return the growth state that a network's hooks use (a copied network has its own), or None."""
+    """Return the growth state that a network's hooks use, or None; a copied network has its own."""
     for module in network.modules():
         for hook in module._state_dict_hooks.values():
             if isinstance(hook, _WriteState):
@@ -111,12 +111,12 @@ def state_of(network: nn.Module) -> GrowthState | None:
 
 
 class ModuleHook:
-    """Runs a module's forward in a torch function mode or another context, and has entries in the module's state_dict.
+    """Runs a module's forward in a torch function mode or another context, and adds entries to the module's state_dict.
 
-    It is stored in the module's dictionary, and stays with it in a deep copy.
+    It is stored in the module's `__dict__` and copied with the module.
 
     Attributes:
-        attribute: its name in that dictionary.
+        attribute: key of the hook in the `__dict__`.
     """
 
     attribute: ClassVar[str]
@@ -124,29 +124,28 @@ class ModuleHook:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._open: list[Any] = []
-        # The second is called after an error too.
         self._handles = (
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
         )
-        # A compiled module would hand an attribute that is set or asked for on to the module that it wraps;
-        # `torch.distributed.checkpoint` expects one for each entry.
+        # In `__dict__`, since compiled modules delegate attributes to the module that they wrap. An attribute for each
+        # entry, as `torch.distributed.checkpoint` expects.
         self._names = (self.attribute, *self.entries())
         module.__dict__.update(dict.fromkeys(self._names, self))
         _entries(module).holders.append(self)
 
     def remove(self) -> None:
-        """Let the module be a plain one again."""
+        """Remove the hook and its entries from the module."""
         for handle in self._handles:
             handle.remove()
         for name in self._names:
             self.module.__dict__.pop(name, None)
         holders = _entries(self.module).holders
-        holders[:] = [one for one in holders if one is not self]
+        holders[:] = [holder for holder in holders if holder is not self]
         _tidy(self.module)
 
     def mode(self, inputs: tuple[Any, ...]) -> Any:
-        """Return the mode, or another context, in which a forward with these inputs runs."""
+        """Return the context in which a forward with these inputs runs."""
         raise NotImplementedError
 
     def entries(self) -> dict[str, tuple[Tensor, Callable[[Tensor], Any]]]:
@@ -154,11 +153,11 @@ class ModuleHook:
         raise NotImplementedError
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        # No public attribute marks the replicas of `nn.DataParallel`; a test makes one.
+        # No public attribute marks replicas of `nn.DataParallel`; a test checks that this one does.
         if "_is_replica" in module.__dict__:
             raise UserError(
                 f"torch.nn.DataParallel copies {type(module).__name__} to several devices in each step, which growth "
-                "cannot follow: use DistributedDataParallel with a process for each device."
+                "does not support: use DistributedDataParallel with a process for each device."
             )
         mode = self.mode(inputs)
         mode.__enter__()
@@ -171,7 +170,7 @@ class ModuleHook:
 
 @dataclass
 class _Entries:
-    """Hooks of a module that save and load the entries of its `holders`; with `stays` kept without any."""
+    """Hooks of a module that save and load the entries of its `holders`; with `stays` kept if there are none."""
 
     save: RemovableHandle
     load: RemovableHandle
@@ -180,20 +179,19 @@ class _Entries:
 
 
 def _entries(module: nn.Module) -> _Entries:
-    # torch iterates over a module's pre-hooks while it calls them, and `ModuleHook`s may come and go there: the hook
-    # that loads their entries must be registered before.
+    # torch iterates over a module's pre-hooks while it calls them, and they may add or remove `ModuleHook`s: the hook
+    # that loads their entries must already be registered.
     if _ENTRIES not in module.__dict__:
         load = module.register_load_state_dict_pre_hook(_load)
         module.__dict__[_ENTRIES] = _Entries(module.register_state_dict_post_hook(_save), load, [])
-    known: _Entries = module.__dict__[_ENTRIES]
-    return known
+    return module.__dict__[_ENTRIES]
 
 
 def _tidy(module: nn.Module) -> None:
-    known = _entries(module)
-    if not known.stays and not known.holders:
-        known.load.remove()
-        known.save.remove()
+    entries = _entries(module)
+    if not entries.stays and not entries.holders:
+        entries.load.remove()
+        entries.save.remove()
         del module.__dict__[_ENTRIES]
 
 
@@ -213,26 +211,26 @@ def _load(
     errors: list[str],
 ) -> None:
     for holder in _entries(module).holders:
-        for name, (own, load) in holder.entries().items():
+        for name, (tensor, load) in holder.entries().items():
             saved = state.pop(prefix + name, None)
             if saved is None:
                 missing.append(prefix + name)
-            elif saved.shape != own.shape:
-                errors.append(f"{prefix + name} has {len(saved)} channels, the network has {len(own)}.")
+            elif saved.shape != tensor.shape:
+                errors.append(f"{prefix + name} has {len(saved)} channels, the network has {len(tensor)}.")
             else:
                 load(saved)
 
 
 def check_reached(module: nn.Module, what: str) -> None:
-    """Raise a UserError if the hooked module calls an operation on `what` where its backward would bypass hooks.
+    """Raise a UserError inside activation checkpointing or a custom `autograd.Function`, whose backward bypasses hooks.
 
-    That is inside activation checkpointing or a custom `autograd.Function`.
+    `what` names the tensor or operation that the hooked module uses there.
     """
     if torch.compiler.is_compiling():
         return
     _, apart = called_apart(module)
     if apart:
         raise UserError(
-            f"{type(module).__name__} takes {what} inside {apart}, whose backward pass does not see what growth "
-            "does to it: let it call a submodule there that has it, such as nn.Linear or nn.LayerNorm."
+            f"{type(module).__name__} uses {what} inside {apart}, whose backward pass does not see how growth changes "
+            "it: let it call a submodule there that has it, such as nn.Linear or nn.LayerNorm."
         )

@@ -35,7 +35,7 @@ from growlab.widths.unchanged import DispatchMode, Snapshot
 
 #: The network's positional inputs, or a mapping of inputs by name, followed by the target.
 Batch = tuple[Tensor, ...]
-#: Maps a forward pass to tensors by name, which are averaged.
+#: Function from a forward pass to tensors by name, whose means over batches and ranks are returned.
 Visit = Callable[["Pass"], Mapping[str, Tensor]]
 
 # Key of the loss among the averaged values; no tensor has this name.
@@ -75,7 +75,7 @@ class Cost:
     seconds: float = 0.0
 
 
-def _of_inputs_and_target(batch: Any) -> tuple[Any, ...]:
+def _checked_batch(batch: Any) -> tuple[Any, ...]:
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         given = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
         raise UserError(f"a batch of training data for growth must be a tuple of inputs and a target, not {given}.")
@@ -91,7 +91,7 @@ class Measurement:
         batches: training batches of this rank.
         loss: function from the network's output and the targets to the mean loss of a batch.
         average: maps this rank's tensor to the mean over ranks; by default there is one rank.
-        share: maps this rank's tensor to rank 0's, so that all ranks use the same.
+        share: broadcasts rank 0's tensor, so that all ranks use the same one.
         norm_weights: weights of channels in statistics over channels; see `weighted_norms`.
         near_zero: a positive number that is not rounded to zero in the training's precision, but vanishes when added to
             other values.
@@ -114,17 +114,17 @@ class Measurement:
         self.model, self.graph, self.cost = model, graph, Cost()
         self.near_zero = near_zero
         self._norm_weights = dict(norm_weights or {})
-        self._batches = [network_inputs(_of_inputs_and_target(batch), model) for batch in batches]
+        self._batches = [network_inputs(_checked_batch(batch), model) for batch in batches]
         if not self._batches:
             raise UserError("growth needs training data, but there is not a single batch.")
         self._loss, self._average, self.share = loss, average, share
         self._flops: dict[Hashable, int] = {}
-        # Of the network as it is in a session, once a run has asked for it; None outside of sessions.
+        # In a session, the network's snapshot once a run has needed it; None outside of sessions.
         self._snapshots: list[Snapshot] | None = None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Context for several runs between which nothing else changes the network: they share one snapshot of it."""
+        """Context in which all runs share one snapshot of the network; nothing else may change the network in it."""
         self._snapshots = []
         try:
             yield
@@ -132,7 +132,7 @@ class Measurement:
             self._snapshots = None
 
     def split(self) -> "tuple[Measurement, Measurement]":
-        """Split the batches in two: all but the last quarter, and the last quarter (rounded up) held out.
+        """Split the batches: all but the last quarter, and the last quarter (rounded up), which is held out.
 
         A single batch serves as both. Passes over either add to `cost`.
         """
@@ -143,17 +143,17 @@ class Measurement:
         return first, last
 
     def report(self) -> dict[str, Any]:
-        """Cost of the passes so far, for a receipt: FLOPs and samples summed over ranks, peak memory of any.
+        """Cost of the passes so far, for a receipt: FLOPs and samples summed over ranks, largest memory of a rank.
 
-        FLOPs are given as forward passes that cost the same together with their backward passes.
+        `auxiliary_flops` are forward FLOPs: a third of the total, since a backward pass costs twice as much.
         """
         cost = self.cost
         costs = ranks.gather((cost.flops, cost.samples, cost.held_bytes, cost.peak_memory_bytes))
-        flops, samples, held, peaks = zip(*costs, strict=True)
+        flops, samples, saved_bytes, peaks = zip(*costs, strict=True)
         return {
             "auxiliary_flops": round(sum(flops) / 3),
             "auxiliary_samples": sum(samples),
-            "auxiliary_held_bytes": max(held),
+            "auxiliary_held_bytes": max(saved_bytes),
             "auxiliary_peak_memory_bytes": max((peak for peak in peaks if peak is not None), default=None),
         }
 
@@ -170,13 +170,13 @@ class Measurement:
         """Run the batches through the network with other tensors, in train mode without dropout.
 
         Args:
-            tensors: tensors by name, as the network applies them (`as_applied`), that replace its own; of any
-                consistent widths.
+            tensors: replacements of the network's tensors, by name and as the forward applies them (`as_applied`), at
+                any consistent widths.
             visit: called after each forward pass with gradients enabled; its results are averaged.
             modes: contexts entered around the passes.
             watched: paths of modules whose inputs and outputs are passed to `visit`.
             gradients: enable gradients.
-            work: name of `visit`'s computation; its FLOPs are counted once per name and widths; None: in each pass.
+            work: key of `visit`'s computation: its FLOPs are counted once per key and widths; None: in each pass.
             finite: raise an error if the loss is not finite.
 
         Raises:
@@ -188,19 +188,19 @@ class Measurement:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before, snapshot = self._widths(), self._shared_snapshot()
-        plain, replaced = self._replaced(tensors)
+        norm_modes, replaced = self._replaced(tensors)
         self._weigh(before)
         shapes = tuple((name, tuple(new.shape)) for name, (_, new) in replaced.items())
         try:
             for _, new in replaced.values():
-                # Frozen layers too: methods need the derivatives by them.
+                # Frozen parameters too: methods need their derivatives.
                 new.requires_grad_(gradients and isinstance(new, nn.Parameter))
             with contextlib.ExitStack() as stack:
                 seen = stack.enter_context(_watching(self.model, watched))
                 quiet = stack.enter_context(without_side_effects(self.model, snapshot))
                 stack.enter_context(torch.set_grad_enabled(gradients))
-                # Behind `without_side_effects`, whose reads of tensors would pass through these modes.
-                for mode in (*plain, *modes):
+                # Entered last: `without_side_effects` reads tensors, which these modes must not see.
+                for mode in (*norm_modes, *modes):
                     stack.enter_context(mode)
                 for number, (*inputs, target) in enumerate(self._batches):
                     seen.clear()
@@ -208,19 +208,19 @@ class Measurement:
                         if number:
                             quiet.snapshot.restore()
                         self.model.train()
-                        done = None if work is None else (work, shapes, *map(_shape, tensors_in(inputs)), gradients)
-                    with self._counted(done):
+                        key = None if work is None else (work, shapes, *map(_shape, tensors_in(inputs)), gradients)
+                    with self._counted(key):
                         with as_given():
                             loss = self._loss(main_output(call_on(self.model, inputs)), target)
                         if loss.numel() != 1:
                             raise UserError(
-                                "the loss for growth must be the mean over a batch, a single number, not of the "
+                                "the loss for growth must be a single number, the mean over a batch, not a tensor of "
                                 f"shape {list(loss.shape)}."
                             )
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-                        found = {**visit(Pass(parameters, loss, seen)), _LOSS: loss.detach().double()}
+                        values = {**visit(Pass(parameters, loss, seen)), _LOSS: loss.detach().double()}
                     with arithmetic():
-                        for name, tensor in found.items():
+                        for name, tensor in values.items():
                             sums[name] = sums[name] + tensor.detach() if name in sums else tensor.detach()
                         self.cost.samples += len(target)
         finally:
@@ -239,7 +239,7 @@ class Measurement:
         return result
 
     def _shared_snapshot(self) -> Snapshot | None:
-        """Snapshot of the session; None if each run needs its own: several batches, between which its tensors stay."""
+        """Snapshot of the session; None if a run needs its own, since it is restored between its batches."""
         if self._snapshots is None or len(self._batches) > 1:
             return None
         if not self._snapshots:
@@ -249,16 +249,16 @@ class Measurement:
     def _replaced(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[list[TorchFunctionMode], dict[str, tuple[Tensor, Tensor]]]:
-        """Put tensors in the network; also return the mode in which it has to run if it normalises weights."""
-        stored, computed = as_stored(self.graph, tensors), self.graph.weight_norms
-        given = ((name, tensors[name] if name in computed else stored[name]) for name in tensors)
-        replaced = replace_tensors(self.model, self.graph, given)
-        weights = [new for name, (_, new) in replaced.items() if name in computed]
+        """Replace the network's tensors; also return modes in which weight normalisation does not change them."""
+        stored, normalised = as_stored(self.graph, tensors), self.graph.weight_norms
+        contents = ((name, tensors[name] if name in normalised else stored[name]) for name in tensors)
+        replaced = replace_tensors(self.model, self.graph, contents)
+        weights = [new for name, (_, new) in replaced.items() if name in normalised]
         return [_plain_weights(weights)] if weights else [], replaced
 
     @contextlib.contextmanager
     def _counted(self, work: Hashable) -> Iterator[None]:
-        """Count FLOPs and saved memory of a pass; FLOPs of the same `work` are counted once and reused."""
+        """Count the FLOPs and saved memory of a pass; with a known `work` reuse its FLOPs."""
         if work is not None and work in self._flops:
             yield
         else:
@@ -267,7 +267,7 @@ class Measurement:
             def pack(tensor: Tensor) -> Tensor:
                 nonlocal saved
                 saved += tensor.nbytes
-                # Detached: an operation that saves its own output would keep itself alive. Autograd attaches it again.
+                # Detached, as an operation that saves its own output would keep itself alive; autograd reattaches it.
                 return tensor if tensor.grad_fn is None else tensor.detach()
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
@@ -277,14 +277,14 @@ class Measurement:
         self.cost.flops += self._flops[work]
 
     def _widths(self) -> dict[str, int]:
-        """Return the current width of each group; empty if no normalisation has statistics over channels."""
+        """Return the current width of each group, which `_weigh` needs; empty without norms over channels."""
         if not self.graph.channel_norms:
             return {}
         tensors = tensors_of(self.model, self.graph)
         return self.graph.widths_of({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
     def _weigh(self, before: Mapping[str, int]) -> None:
-        """Exclude channels added since these widths from statistics over channels."""
+        """Give weight 0, in statistics over channels, to channels beyond the widths `before`."""
         if self.graph.channel_norms:
             now = self._widths()
             weights = carried_weights(self.graph, self._norm_weights, Carry(), before, now)
@@ -292,8 +292,8 @@ class Measurement:
 
     def loss(self, tensors: Mapping[str, Tensor], finite: bool = True) -> float:
         """Mean loss with these tensors; if `finite` is False it may be infinite or NaN."""
-        found = self.run(tensors, lambda one: {"loss": one.loss.double()}, gradients=False, work="loss", finite=finite)
-        return float(found["loss"])
+        losses = self.run(tensors, lambda one: {"": one.loss.double()}, gradients=False, work="loss", finite=finite)
+        return float(losses[""])
 
     def gradients(
         self,
@@ -301,12 +301,12 @@ class Measurement:
         names: Sequence[str],
         modes: Sequence[contextlib.AbstractContextManager[Any]] = (),
     ) -> dict[str, Tensor]:
-        """Gradients of the mean loss by these parameters, by name, and the mean loss itself under the key ""."""
+        """Gradients of the mean loss with respect to parameters, by name, and the mean loss under the key ""."""
 
         def visit(one: Pass) -> dict[str, Tensor]:
-            asked = [one.parameters[name] for name in names]
-            found = torch.autograd.grad(one.loss, asked, materialize_grads=True)
-            return {"": one.loss.double(), **dict(zip(names, found, strict=True))}
+            parameters = [one.parameters[name] for name in names]
+            gradients = torch.autograd.grad(one.loss, parameters, materialize_grads=True)
+            return {"": one.loss.double(), **dict(zip(names, gradients, strict=True))}
 
         return self.run(tensors, visit, modes, work=("gradients", *names))
 
@@ -317,9 +317,9 @@ class Measurement:
         names: Sequence[str],
         modes: Sequence[contextlib.AbstractContextManager[Any]] = (),
     ) -> dict[str, Tensor]:
-        """Derivatives, by the parameters `names`, of the inner product of gradients with `directions`.
+        """Derivatives of <gradients, directions> with respect to the parameters `names`.
 
-        With the same names on both sides this is the Hessian of the mean loss times a vector.
+        With the same names in both this is the Hessian of the mean loss times a vector.
 
         Raises:
             UserError: an operation has no second derivative.
@@ -327,18 +327,18 @@ class Measurement:
         for name, module in self.model.named_modules():
             if ranks.several() and isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
-                    f"this growth method takes second derivatives, which torch's SyncBatchNorm ({name}) has not: leave "
-                    "out sync_batchnorm=True, or choose another growth method."
+                    f"this growth method takes second derivatives, which SyncBatchNorm ({name}) does not support: "
+                    "leave out sync_batchnorm=True, or choose another growth method."
                 )
 
         def visit(one: Pass) -> dict[str, Tensor]:
-            by, asked = ([one.parameters[name] for name in chosen] for chosen in (directions, names))
-            first = torch.autograd.grad(one.loss, by, create_graph=True, materialize_grads=True)
+            inner, outer = ([one.parameters[name] for name in chosen] for chosen in (directions, names))
+            first = torch.autograd.grad(one.loss, inner, create_graph=True, materialize_grads=True)
             pairs = zip(first, directions.values(), strict=True)
             total = sum((gradient * direction.to(gradient)).sum() for gradient, direction in pairs)
             if not (isinstance(total, Tensor) and total.requires_grad):
-                return {name: torch.zeros_like(parameter) for name, parameter in zip(names, asked, strict=True)}
-            second = torch.autograd.grad(total, asked, materialize_grads=True)
+                return {name: torch.zeros_like(parameter) for name, parameter in zip(names, outer, strict=True)}
+            second = torch.autograd.grad(total, outer, materialize_grads=True)
             return dict(zip(names, second, strict=True))
 
         try:
@@ -347,12 +347,12 @@ class Measurement:
                 work = ("products", *directions, None, *names)
                 return self.run(tensors, visit, [twice_differentiable(), *modes], work=work)
         except RuntimeError as error:
-            found = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", str(error))
-            if found is None:
+            operation = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", str(error))
+            if operation is None:
                 raise
             raise UserError(
-                f"this growth method takes second derivatives, which torch has not of {found[1]}; choose another "
-                "growth method."
+                f"this growth method takes second derivatives, which torch does not implement for {operation[1]}; "
+                "choose another growth method."
             ) from error
 
 
@@ -368,28 +368,28 @@ def _watching(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Seen
 
         return hook
 
-    known = dict(model.named_modules())
+    modules = dict(model.named_modules())
     with contextlib.ExitStack() as stack:
         for name in dict.fromkeys(names):
-            stack.enter_context(known[name].register_forward_hook(record(name)))
+            stack.enter_context(modules[name].register_forward_hook(record(name)))
         yield seen
 
 
 def _plain_weights(weights: Sequence[Tensor]) -> TorchFunctionMode:
-    """Mode in which weight normalisation returns these tensors unchanged: they already are the normalised weights."""
+    """Mode in which weight normalisation returns these tensors unchanged, since they are normalised weights already."""
 
     def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-        # A view: set as an attribute, the parameter itself would become one of the module's.
+        # A view, since a module registers a parameter that is set as its attribute.
         return v.view_as(v) if any(v is weight for weight in weights) else torch._weight_norm(v, g, dim)
 
-    return _InPlaceOf({torch._weight_norm: weight_norm})
+    return _Substitutes({torch._weight_norm: weight_norm})
 
 
 class _FlopCounter(DispatchMode):
     """Counts FLOPs by torch's formulas (`flop_registry`).
 
-    `FlopCounterMode` also tracks modules, by hooks that trip over a parameter that is an input of a module (a class
-    token); the table of formulas is not documented, and a test fails should it be removed.
+    `FlopCounterMode` also tracks modules by hooks, which fail if a parameter is the input of a module (a class token).
+    The table of formulas is not documented; a test fails if it is removed.
     """
 
     def __init__(self) -> None:
@@ -401,9 +401,9 @@ class _FlopCounter(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula, of_shapes = _formulas(func)
-        if of_shapes is not None:
-            self.flops += of_shapes(*map(_shape, args), **kwargs, out_shape=_shape(result))
+        formula, shape_formula = _formulas(func)
+        if shape_formula is not None:
+            self.flops += shape_formula(*map(_shape, args), **kwargs, out_shape=_shape(result))
         elif formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result
@@ -411,8 +411,8 @@ class _FlopCounter(DispatchMode):
 
 @cache
 def _formulas(func: Any) -> tuple[Any, Any]:
-    """FLOP formula of an operation, or None, and the same of shapes: torch's wrapper is ten times as slow."""
-    # It imports triton.
+    """FLOP formula of an operation, and the formula of shapes that it wraps, ten times as fast; None if missing."""
+    # Not at the top: it imports triton.
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(getattr(func, "_overloadpacket", func))
@@ -425,15 +425,17 @@ def _shape(thing: Any) -> Any:
     return thing.shape if isinstance(thing, Tensor) else thing
 
 
-class _InPlaceOf(TorchFunctionMode):
-    def __init__(self, others: Mapping[Any, Callable[..., Tensor]]) -> None:
+class _Substitutes(TorchFunctionMode):
+    """Calls other functions in place of torch's."""
+
+    def __init__(self, substitutes: Mapping[Any, Callable[..., Tensor]]) -> None:
         super().__init__()
-        self._others = others
+        self._substitutes = substitutes
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return self._others.get(func, func)(*args, **(kwargs or {}))
+        return self._substitutes.get(func, func)(*args, **(kwargs or {}))
 
 
 def right_derivatives() -> TorchFunctionMode:
@@ -451,7 +453,7 @@ def right_derivatives() -> TorchFunctionMode:
     def leaky(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
         return torch.where(x < 0, negative_slope * x, x)
 
-    return _InPlaceOf({**_clipped(hardtanh), **dict.fromkeys(_RELU, relu), F.leaky_relu: leaky})
+    return _Substitutes({**_clipped(hardtanh), **dict.fromkeys(_RELU, relu), F.leaky_relu: leaky})
 
 
 def _clipped(hardtanh: Callable[..., Tensor]) -> dict[Any, Callable[..., Tensor]]:
@@ -465,11 +467,11 @@ def twice_differentiable() -> TorchFunctionMode:
     def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
         return (x + 3.0).clamp(0.0, 6.0) / 6.0
 
-    return _InPlaceOf({F.hardsigmoid: hardsigmoid})
+    return _Substitutes({F.hardsigmoid: hardsigmoid})
 
 
 def smooth(beta: float) -> TorchFunctionMode:
-    """Mode that replaces ReLU, which has no second derivative, and similar by softplus (Liu et al. 2019)."""
+    """Mode that replaces ReLU and similar, which have no second derivative, by softplus (Liu et al. 2019)."""
 
     def softplus(x: Tensor, inplace: bool = False) -> Tensor:
         return F.softplus(x, beta=beta)
@@ -488,11 +490,11 @@ def smooth(beta: float) -> TorchFunctionMode:
 
     def recurrent(*_: Any, **__: Any) -> Any:
         raise UserError(
-            "this growth method takes second derivatives, which the ReLU inside of torch's recurrent layers has not: "
-            "give them nonlinearity='tanh', or choose another growth method."
+            "this growth method takes second derivatives, which the ReLU inside torch's recurrent layers does not "
+            "have: set their nonlinearity='tanh', or choose another growth method."
         )
 
-    return _InPlaceOf(
+    return _Substitutes(
         {
             **dict.fromkeys((torch.rnn_relu, torch.rnn_relu_cell), recurrent),
             **dict.fromkeys(_RELU, softplus),
@@ -548,5 +550,5 @@ class IdentityNorms(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func not in self._KINDS:
             return result
-        given = signature(func).bind(*args, **kwargs).arguments
-        return self._passed(given["input"], result, given.get("running_mean"), given.get("weight"))
+        arguments = signature(func).bind(*args, **kwargs).arguments
+        return self._passed(arguments["input"], result, arguments.get("running_mean"), arguments.get("weight"))

@@ -1,4 +1,4 @@
-"""Interface of growth methods: the event that they get (`GrowthContext`) and the tensors that they return."""
+"""Interface of growth methods: their input (`GrowthContext`), and the tensors that they return (`GrownTensors`)."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ WeightRule = Literal["fan_in", "as_network", "hyperfan_in", "hyperfan_out"]
 # Size of the embedding that hyperfan weights are emitted from (Chang et al. 2020, Appendix B.1).
 _EMBEDDING = 50
 _DRAWN_AT_ONCE = 1 << 22
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 def generator(seed: int, stage: int, name: str) -> torch.Generator:
@@ -45,17 +45,16 @@ class GrowthContext:
         new_widths: width of each group after.
         seed: the run's seed.
         stage: the stage that begins.
-        averaged: if the model is an average, the tensors of the network that it averages; else None.
+        averaged: if the model is an average of a network, that network's tensors before its event; else None.
         gradients: running means of gradients by parameter name, if the method has `wants_gradients`.
         observed: result of the method's `observe`.
         averaged_observed: the same for the averaged network, if known.
         data: training batches, if the method has `batches`.
-        averaged_event: if the model is an average, the new tensors of the network that it averages, by name, and its
-            `Carry`, for methods that must not measure twice.
+        averaged_event: if the model is an average of a network, that network's new tensors, by name, and its `Carry`,
+            for methods that must not measure twice.
         multipliers: multipliers of rows that the forward applies before the event, by the weight's name.
         normalised: names of parameters whose optimizer is known to normalise gradients (Adam).
-        constants: untrained tensors at full width, by name; their new entries are those of the full tensors, whatever
-            the method returns for them.
+        constants: untrained tensors at full width, by name; they get their entries back, whatever the method returns.
     """
 
     graph: WidthGraph
@@ -85,7 +84,7 @@ class GrowthContext:
 
     @property
     def reference(self) -> Mapping[str, Tensor]:
-        """Tensors from which a method may derive scales and draws: the averaged network's, if any, else `old`."""
+        """Tensors to derive scales and draws from: those of the averaged network, if any, else `old`."""
         return self.old if self.averaged is None else self.averaged
 
     def generator(self, name: str) -> torch.Generator:
@@ -108,16 +107,15 @@ class GrowthContext:
         """Return `kept`, with slices where positions are consecutive: for `growlab.widths.grid`."""
         return [self.of_axis(_kept_run, axis) for axis in self.axes(name)]
 
-    def of_axis(self, find: Callable[[Axis, "GrowthContext"], _Found], axis: Axis) -> _Found:
+    def of_axis(self, find: Callable[[Axis, "GrowthContext"], _Result], axis: Axis) -> _Result:
         """Return `find(axis, self)`, cached, since many tensors share the same axes."""
         key = (find, axis)
-        if key not in self._found:
-            self._found[key] = find(axis, self)
-        found: _Found = self._found[key]
-        return found
+        if key not in self._by_axis:
+            self._by_axis[key] = find(axis, self)
+        return self._by_axis[key]
 
     @cached_property
-    def _found(self) -> dict[tuple[Any, Axis], Any]:
+    def _by_axis(self) -> dict[tuple[Any, Axis], Any]:
         return {}
 
     def changes(self, name: str) -> bool:
@@ -138,9 +136,8 @@ class GrowthContext:
         """
         defaults = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
         norms = (*self.graph.norms, *self.graph.channel_norms)
-        found = ((getattr(norm, kind, None), value) for norm in norms for kind, value in defaults.items())
-        known = {name: value for name, value in found if name is not None}
-        return {**known, **dict.fromkeys(self.graph.lengths, 1.0)}
+        pairs = ((getattr(norm, kind, None), value) for norm in norms for kind, value in defaults.items())
+        return {name: value for name, value in pairs if name is not None} | dict.fromkeys(self.graph.lengths, 1.0)
 
     @cached_property
     def gates_of_biases(self) -> dict[str, int]:
@@ -231,12 +228,12 @@ class NewWeights:
 
 
 def _spread(context: GrowthContext, layer: Layer) -> float:
-    """Return the standard deviation of the layer's old weight, with the multipliers of its rows."""
+    """Return the standard deviation of the layer's old weight, its row multipliers included."""
     old = context.reference[layer.weight].detach().double()
     if old.is_meta:
         raise UserError(
-            f'new_weights="as_network" takes the spread of weights that have values, and {layer.weight} is on the meta '
-            'device: build the network on another one, or choose new_weights="fan_in".'
+            f'new_weights="as_network" reads the spread of the weights, but {layer.weight} is on the meta device, '
+            'without values: build the network on another device, or choose new_weights="fan_in".'
         )
     if rows := context.multipliers.get(layer.weight):
         dim = 1 if layer.transposed else 0
@@ -256,7 +253,7 @@ def _emitted(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
     """Draw weights of variance 1 as the product of a linear layer and a random embedding (hyperfan)."""
     embedding = (2 * torch.rand(_EMBEDDING, generator=source, dtype=torch.float32) - 1) * sqrt(3)
     weights = torch.zeros(shape)
-    # One entry of the embedding at a time: the emitting layer is larger than the weight by the embedding's size.
+    # One entry of the embedding at a time, since the emitting layer has _EMBEDDING times as many entries as the weight.
     for number in embedding.tolist():
         weights += (2 * torch.rand(shape, generator=source, dtype=torch.float32) - 1) * number
     return weights * sqrt(3 / _EMBEDDING)
@@ -290,8 +287,8 @@ class GrownTensors:
         allowed_error: relative output error beyond rounding that the event may make; None: any. Enforced only for a
             method that `preserves`.
         report: further details for the event's receipt, in plain containers.
-        multipliers: factor by which the forward multiplies the old rows of a weight from now on, by its name; see
-            `growlab.growth.multipliers`.
+        multipliers: factor by which the forward multiplies the old rows of a weight from now on, by the weight's name;
+            see `growlab.growth.multipliers`.
         folded: names of weights whose previous multipliers are folded into `tensors`.
     """
 
@@ -359,7 +356,7 @@ class GrowthMethod(Described, ABC):
         return graph
 
     def check(self, graph: WidthGraph, stages: Sequence[Mapping[str, int]]) -> None:
-        """Raise an error for widths that the method cannot grow through, if known before training."""
+        """Raise a UserError for widths that the method cannot grow through, if they are known before training."""
 
     @property
     def changes_storage(self) -> bool:
@@ -380,7 +377,7 @@ class GrowthMethod(Described, ABC):
         return {}
 
     def multiplied(self, context: GrowthContext) -> frozenset[str]:
-        """Names of weights whose rows the forward may multiply from now on; others get the factors folded in."""
+        """Names of weights whose rows the forward may multiply from now on; into others factors are folded."""
         layers = context.graph.layers if self.layer_multipliers else ()
         return frozenset(layer.weight for layer in layers) - context.graph.weight_norms.keys()
 

@@ -5,15 +5,15 @@ row by m_i = 1 / c again, so that the layer computes
 
     y_i = m_i W_i x + b_i
 
-Stored weights then have the variance of their fan-in, and activations stay what they were. Rows that an event adds have
-m_i = 1. Multipliers are no part of the network's parameters, buffers or classes: hooks on the modules that apply the
-weights multiply them, and `fold_multipliers` writes m_i W_i into the weights for good. They are an entry of the
-`state_dict`, so that a network which is not finished does not load into a plain one unnoticed.
+Stored weights then have the variance of their fan-in, and activations stay the same. Rows that an event adds have
+m_i = 1. Multipliers are not part of the network's parameters, buffers or classes: hooks on the modules that apply the
+weights multiply them, and `fold_multipliers` writes m_i W_i into the weights permanently. They are entries of the
+`state_dict`, so that an unfinished network cannot be loaded into a plain one unnoticed.
 
 **Gradient.** A step of gradient descent on W_i moves the product m_i W_i m_i^2 times as far as a step on the product
-itself. The gradient that reaches W_i is therefore divided by m_i^2: optimizers whose step scales with the gradient
-(SGD) move the product as if there were no multiplier, at whatever rate, momentum and weight decay. Those that
-normalise the gradient (Adam) do not notice the division and move the product m_i times as far; their weights are not
+itself. The gradient that reaches W_i is therefore divided by m_i^2: optimizers whose step is proportional to the
+gradient (SGD) move the product as if there were no multiplier, at any rate, momentum and weight decay. Optimizers that
+normalise the gradient (Adam) cancel the division and move the product m_i times as far; their weights are not
 multiplied by default, see `multipliers` of `growlab.growth.VarianceTransfer`.
 """
 
@@ -32,9 +32,9 @@ from growlab.widths import Carry, Layer, WidthGraph
 _ATTRIBUTE = "_row_multipliers"
 # Attributes of a tensor that are views of its data.
 _TRANSPOSES = ("T", "mT", "H", "mH")
-# Modules whose forward asks for `weight` once, as an attribute.
+# Modules whose forward reads `weight` once, as an attribute.
 _PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Their entry of the state_dict, behind the weight's name. Loaded into a plain network it is an unexpected key.
+# Suffix of the weight's name for their entry in the state_dict, an unexpected key for a plain network.
 _KEY = "_unfinished_growth_multipliers"
 
 
@@ -50,9 +50,9 @@ def carried_multipliers(
 
     Args:
         graph: the network's width graph.
-        multipliers: before, by the name of the weight; 1 for weights that are left out.
-        factors: what the event multiplies those of old rows by, likewise.
-        carry: of the event: a row that is a copy takes the multiplier of its source.
+        multipliers: multipliers before, by the weight's name; 1 for weights that are left out.
+        factors: factor on the multipliers of old rows, by the weight's name; 1 for weights that are left out.
+        carry: rule of the event: a row that is a copy takes the multiplier of its source.
         before: width of each group before.
         after: width of each group after.
 
@@ -65,10 +65,10 @@ def carried_multipliers(
         if name not in layers:
             continue
         axis = graph.axes[name][_rows(layers[name])]
-        known = torch.tensor(multipliers.get(name, [1.0] * axis.length(before)), dtype=torch.float64)
+        old = torch.tensor(multipliers.get(name, [1.0] * axis.length(before)), dtype=torch.float64)
         maps = {group: carry.source(group, before, after) for group in axis.groups}
         source = axis.lift(maps, after, before)
-        rows = torch.where(source >= 0, known[source.clamp(min=0)] * factors.get(name, 1.0), 1.0)
+        rows = torch.where(source >= 0, old[source.clamp(min=0)] * factors.get(name, 1.0), 1.0)
         if not bool((rows == 1).all()):
             result[name] = rows.tolist()
     return result
@@ -78,12 +78,12 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
     """Set the row multipliers of a network, replacing previous ones.
 
     Args:
-        model: its parameters, buffers and classes stay as they are.
+        model: the network; its parameters, buffers and classes do not change.
         graph: its width graph.
-        multipliers: of the rows of each weight, by name; 1 for weights that are left out.
+        multipliers: multipliers of the rows of each weight, by name; 1 for weights that are left out.
     """
-    for known in _attached(model).values():
-        known.remove()
+    for hook in _attached(model).values():
+        hook.remove()
     modules = dict(model.named_modules())
     chosen: dict[str, list[_Weight]] = {}
     for layer in graph.layers:
@@ -99,23 +99,23 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
 def row_multipliers(model: nn.Module) -> dict[str, Tensor]:
     """Return the row multipliers of weights, by the parameter's name: float64, broadcast with the weight."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(weight.parameter)]: weight.rows for known in _attached(model).values() for weight in known.weights}
+    return {names[id(weight.parameter)]: weight.rows for hook in _attached(model).values() for weight in hook.weights}
 
 
 def multiplied_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights as the network uses them, by the parameter's name, of those whose rows it multiplies."""
+    """Return the weights whose rows the network multiplies, multiplied, by the parameter's name."""
     with torch.no_grad():
-        known = [(name, rows, model.get_parameter(name)) for name, rows in row_multipliers(model).items()]
-        return {name: weight * replicated(rows, weight) for name, rows, weight in known}
+        weights = ((name, rows, model.get_parameter(name)) for name, rows in row_multipliers(model).items())
+        return {name: weight * replicated(rows, weight) for name, rows, weight in weights}
 
 
 def fold_multipliers(model: nn.Module) -> None:
-    """Write what a network multiplies rows of weights by into the weights, which stay the same parameters."""
+    """Multiply the rows of a network's weights by their multipliers permanently, in place."""
     with torch.no_grad():
         for name, product in multiplied_weights(model).items():
             model.get_parameter(name).copy_(product)
-    for known in _attached(model).values():
-        known.remove()
+    for hook in _attached(model).values():
+        hook.remove()
 
 
 def is_multipliers(name: str) -> bool:
@@ -124,7 +124,7 @@ def is_multipliers(name: str) -> bool:
 
 
 def saved_multipliers(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Multipliers of rows of weights that came along in a network's state_dict, by the weight's name."""
+    """Return the row multipliers in a network's state_dict, by the weight's name."""
     return {name.removesuffix(_KEY): t.tolist() for name, t in tensors.items() if is_multipliers(name)}
 
 
@@ -146,35 +146,30 @@ class _Weight:
 
     def set(self, rows: Tensor) -> None:
         with torch.inference_mode(False):
-            # A clone: what was made in inference mode stays so.
+            # A clone, since a tensor made in inference mode stays an inference tensor.
             self.rows = rows.detach().clone().double().cpu().view(-1, *[1] * self._other_dims)
-        self._ready: tuple[Tensor, Tensor] | None = None
+        # 1 / m and m - 1 / m, on the weight's device and in its dtype.
+        self._ready: tuple[Tensor, ...] = ()
 
     @property
     def parameter(self) -> nn.Parameter:
         return getattr(self.owner, self.attribute)
 
     def prepare(self) -> nn.Parameter:
-        """Bring the multipliers to where the weight is, and return the weight."""
-        parameter = self.parameter
-        ready = self._ready
-        if ready is None or ready[0].device != parameter.device or ready[0].dtype != parameter.dtype:
+        """Move the multipliers to the weight's device and dtype, and return the weight."""
+        parameter, ready = self.parameter, self._ready
+        if not ready or ready[0].device != parameter.device or ready[0].dtype != parameter.dtype:
             with torch.inference_mode(False):
                 inverse = 1.0 / self.rows
                 self._ready = replicated(inverse, parameter), replicated(self.rows - inverse, parameter)
         return parameter
 
     def multiplied(self) -> Tensor:
-        """The product m W, as W / m + (m - 1 / m) W with a constant second part: the gradient is divided by m^2."""
-        assert self._ready is not None
-        inverse, rest = self._ready
-        parameter = self.parameter
-        # A module around this one may multiply what it finds to be the weight, too.
+        """Return m W as W / m + (m - 1 / m) W, where the second term is detached: this divides the gradient by m^2."""
+        (inverse, rest), parameter = self._ready, self.parameter
+        # Without the mode of a module around this one, which may multiply the same weight.
         with torch._C.DisableTorchFunction():
             return torch.addcmul((parameter * rest).detach(), parameter, inverse)
-
-    def is_own(self, value: Any) -> bool:
-        return self._ready is not None and (value is self._ready[0] or value is self._ready[1])
 
 
 class _Multiplying(ModuleHook):
@@ -184,7 +179,7 @@ class _Multiplying(ModuleHook):
 
     def __init__(self, module: nn.Module, weights: Sequence[_Weight]) -> None:
         self.weights = list(weights)
-        # Those that are the module's own parameters.
+        # The weights that are the module's own parameters.
         self.own = [weight for weight in weights if weight.owner is module]
         super().__init__(module)
 
@@ -197,7 +192,7 @@ class _Multiplying(ModuleHook):
         if (
             type(module) in _PLAIN
             and len(self.own) == len(self.weights) == 1
-            # Others would find the product in the place of the weight.
+            # Other hooks would find the product in place of the parameter.
             and len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
             and not ("forward" in module.__dict__ or torch.compiler.is_compiling())
         ):
@@ -221,9 +216,9 @@ class _Replaced:
 
 
 class _Multiplied(TorchFunctionMode):
-    """Puts multiplied weights in the place of weights that operations are called with.
+    """Replaces weights in the arguments of operations by multiplied ones.
 
-    What it hands on is not the weight itself: where a module around this one has a mode too, it is multiplied once.
+    The product is another tensor than the weight, so that the mode of a module around this one does not multiply again.
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[tuple[nn.Parameter, _Weight]]) -> None:
@@ -234,18 +229,18 @@ class _Multiplied(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        asked = getattr(getattr(func, "__self__", None), "__name__", "")
-        if getattr(func, "__name__", "") == "__get__" and asked not in _TRANSPOSES:
-            # A shape or a device is asked for.
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if getattr(func, "__name__", "") == "__get__" and attribute not in _TRANSPOSES:
+            # Reads an attribute such as a shape or a device.
             return func(*args, **kwargs)
-        if any(weight.is_own(value) for value in args for _, weight in self._weights):
+        if any(value is factor for value in args for _, weight in self._weights for factor in weight._ready):
             # A compiled forward includes the multiplication already; backends such as "eager" run it under this mode.
             return func(*args, **kwargs)
-        return func(*map(self._used, args), **{name: self._used(value) for name, value in kwargs.items()})
+        return func(*map(self._multiplied, args), **{name: self._multiplied(value) for name, value in kwargs.items()})
 
-    def _used(self, value: Any) -> Any:
+    def _multiplied(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)) and any(isinstance(item, Tensor) for item in value):
-            return [self._used(item) for item in value]
+            return [self._multiplied(item) for item in value]
         for parameter, weight in self._weights:
             if value is parameter:
                 check_reached(self._module, weight.attribute)

@@ -1,18 +1,19 @@
 """Batch and instance normalisation at a growth event: statistics of new channels, and the eps of rescaled ones.
 
-With the defaults, mean 0 and variance 1, eval mode does not normalise new channels until running averages have adapted:
-their activations increase from layer to layer and dominate the output of a deep network. So new channels get the
+With the default mean 0 and variance 1, eval mode would not normalise new channels until running averages have adapted:
+their activations would grow from layer to layer and dominate the output of a deep network. So new channels get the
 statistics of the probe batch.
 
 In train mode, rescaling a channel of batch variance v by c multiplies its output by
 sqrt(c^2 (v + eps) / (c^2 v + eps)). If v is much larger than eps, that factor is 1 up to rounding; in a dead channel it
-is c. No bound is tight, and changes add up if one normalisation is applied several times. With c^2 eps in place of eps,
+is c. No bound is tight, and changes add up if one normalisation is applied several times. With c^2 eps in place of eps
 a rescaled network computes the same function, so outputs can be compared as exactly in train mode as in eval mode. The
-change caused by eps itself is measured separately.
+change due to eps is measured separately.
 """
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,13 +25,12 @@ from torch.overrides import TorchFunctionMode
 from growlab.growth.method import GrownTensors, GrowthContext
 from growlab.growth.rescale import eps_ratio
 
-#: Mean and variance of each channel, by the name of the normalisation that they enter.
+#: Mean and variance of each channel of a normalisation's input, by its name.
 Moments = Mapping[str, tuple[Tensor, Tensor]]
-#: Makes a context in which train mode runs as if eps had been rescaled too.
+#: Makes a context in which train mode runs with rescaled eps.
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
 # By the data pointer of the running variance: squared scale of the input, and the divisor of the weight [C].
 _Rescaled = tuple[float, Tensor]
-_CALLED_WITH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
 def statistics_writer(
@@ -44,10 +44,10 @@ def statistics_writer(
     new = dict(_new_channels(context, growth))
     averaged_event = None if context.averaged_event is None else context.averaged_event[0]
 
-    def write(found: Moments) -> None:
+    def write(moments: Moments) -> None:
         for norm in context.graph.norms:
-            seen = found.get(norm.name)
-            for name, moment in zip((norm.running_mean, norm.running_var), seen or (None, None), strict=True):
+            pair = moments.get(norm.name, (None, None))
+            for name, moment in zip((norm.running_mean, norm.running_var), pair, strict=True):
                 if name not in new:
                     continue
                 if context.averaged is not None:
@@ -66,8 +66,7 @@ def _new_channels(context: GrowthContext, growth: GrownTensors) -> Iterable[tupl
     before, after = context.old_widths, context.new_widths
     for norm in context.graph.norms:
         for name in (norm.running_mean, norm.running_var):
-            known = name in growth.tensors and name not in context.constants
-            if name is None or not known or not context.changes(name):
+            if name is None or name not in growth.tensors or name in context.constants or not context.changes(name):
                 continue
             (axis,) = context.graph.axes[name]
             sources = {group: growth.carry.source(group, before, after) for group in axis.groups}
@@ -80,9 +79,9 @@ def _new_channels(context: GrowthContext, growth: GrownTensors) -> Iterable[tupl
 def eps_follows(
     model: nn.Module, context: GrowthContext, growth: GrownTensors, tensors: Mapping[str, Tensor]
 ) -> Setting | None:
-    """Return a function that creates a context in which eps of batch normalisations is scaled with their inputs.
+    """Return a function that makes a context in which eps of batch normalisations is scaled with their inputs.
 
-    None if no normalisation's input was rescaled. `model` and `tensors` are those of the grown network.
+    None if no normalisation's input was rescaled. `model` and `tensors` are the grown network and its tensors.
     """
     rescaled = {}
     for norm in context.graph.norms:
@@ -93,24 +92,24 @@ def eps_follows(
         ratio = torch.ones(weight.shape, dtype=weight.dtype, device=weight.device)
         ratio[kept.to(ratio.device)] = eps_ratio(context.old[norm.running_var], scale, norm.eps).to(ratio)
         rescaled[tensors[norm.running_var].data_ptr()] = (scale**2, ratio)
-    return (lambda: _following(model, rescaled)) if rescaled else None
+    return (lambda: _rescaled_eps(model, rescaled)) if rescaled else None
 
 
 @contextlib.contextmanager
-def _following(model: nn.Module, rescaled: Mapping[int, _Rescaled]) -> Iterator[None]:
+def _rescaled_eps(model: nn.Module, rescaled: Mapping[int, _Rescaled]) -> Iterator[None]:
     """Rescale eps in all `F.batch_norm` calls, and in synchronised batch normalisations, which call other functions."""
-    others = dict(rescaled)
+    by_mode = dict(rescaled)
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, _BatchNorm) and hasattr(module, "process_group"):
-                known = others.pop(_place(module.running_var), None)
-                if known is not None:
-                    stack.enter_context(_in_module(module, *known))
-        stack.enter_context(_Following(others))
+                square_and_ratio = by_mode.pop(_address(module.running_var), None)
+                if square_and_ratio is not None:
+                    stack.enter_context(_in_module(module, *square_and_ratio))
+        stack.enter_context(_RescaledEps(by_mode))
         yield
 
 
-def _place(running_var: Tensor | None) -> int:
+def _address(running_var: Tensor | None) -> int:
     return 0 if running_var is None else running_var.data_ptr()
 
 
@@ -125,8 +124,8 @@ def _in_module(module: _BatchNorm, square: float, ratio: Tensor) -> Iterator[Non
         module.eps, module._parameters["weight"] = eps, weight
 
 
-class _Following(TorchFunctionMode):
-    """Rescales eps if batch statistics are used; with running statistics the weight already accounts for it."""
+class _RescaledEps(TorchFunctionMode):
+    """Rescales eps where batch statistics are used; for running statistics the weight accounts for it already."""
 
     def __init__(self, rescaled: Mapping[int, _Rescaled]) -> None:
         super().__init__()
@@ -137,9 +136,11 @@ class _Following(TorchFunctionMode):
     ) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
-        given = {"eps": 1e-5, "training": False, **dict(zip(_CALLED_WITH, args, strict=False)), **(kwargs or {})}
-        known = self._rescaled.get(_place(given["running_var"]))
-        if given["training"] and known is not None:
-            square, ratio = known
-            given |= {"eps": given["eps"] * square, "weight": given["weight"] * ratio}
-        return func(**given)
+        call = signature(func).bind(*args, **(kwargs or {}))
+        call.apply_defaults()
+        arguments = call.arguments
+        address = _address(arguments["running_var"])
+        if arguments["training"] and address in self._rescaled:
+            square, ratio = self._rescaled[address]
+            arguments |= {"eps": arguments["eps"] * square, "weight": arguments["weight"] * ratio}
+        return func(**arguments)

@@ -1,4 +1,4 @@
-"""Run a network on a probe batch so that outputs before and after an event can be compared; caches of its forward."""
+"""Run a network on a probe batch to compare outputs before and after an event; find and empty its forward's caches."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ class Outputs:
 
     Attributes:
         train: output in train mode, with other random draws replaced by their mean.
-        plain: `train` without the `setting` given to `observe`.
+        plain: `train` without the `setting` of `observe`.
         terms: scalars that the network returns after its output in train mode, such as terms of the loss.
         drawn: random numbers were drawn, other than dropout's.
         forgetful: the outputs computed with emptied caches, if there are filled ones.
@@ -50,7 +50,7 @@ class Outputs:
 
 
 def positional(probe: Any) -> tuple[Any, ...]:
-    """Return a probe as a tuple of positional inputs; a single tensor is the only input."""
+    """Return a probe as a tuple of positional inputs; a single tensor is one input."""
     return (probe,) if isinstance(probe, Tensor) else probe if isinstance(probe, tuple) else tuple(probe)
 
 
@@ -74,40 +74,40 @@ def observe(
         between: called between train and eval mode with the mean and unbiased variance [channels] of the inputs of
             `norms`, by module name, averaged over the calls of each.
         setting: makes a context in which train mode is run again, for `Outputs.train`.
-        modes_differ: False: eval mode is known to compute what train mode does, and is not run.
+        modes_differ: False if eval mode is known to compute the same as train mode; it is then not run.
     """
     moments: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
-    probe, measured = positional(probe), False
+    probe, recorded = positional(probe), False
 
     def record(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if measured:
+            if recorded:
                 return
             moments.setdefault(name, []).append(_moments(module, inputs[0].detach()))
 
         return hook
 
     with contextlib.ExitStack() as hooks:
-        known = dict(model.named_modules())
+        modules = dict(model.named_modules())
         for norm in norms:
-            module = known.get(norm.name)
+            module = modules.get(norm.name)
             if isinstance(module, (_BatchNorm, _InstanceNorm)):
                 hooks.enter_context(module.register_forward_pre_hook(record(norm.name)))
             elif module is not None:
-                # The input of a module that calls the normalisation may differ from the normalisation's input.
-                called = _Called(moments.setdefault(norm.name, []))
+                # A module that calls F.batch_norm may call it on something else than its own input.
+                called = _BatchNormInputs(moments.setdefault(norm.name, []))
                 hooks.enter_context(module.register_forward_pre_hook(called.enter))
                 hooks.enter_context(module.register_forward_hook(called.leave, always_call=True))
         quiet = hooks.enter_context(without_side_effects(model))
         returned = call_with(model.train(), probe)
-        if quiet.seen:
+        if quiet.drawn:
             moments.clear()
-            quiet.again()
+            quiet.restore()
             quiet.means = True
             returned = call_with(model.train(), probe)
-        train, measured = main_output(returned), True
+        train, recorded = main_output(returned), True
         plain = train
-        quiet.again()
+        quiet.restore()
         if between is not None:
             with arithmetic():
                 between({name: _unbiased(calls) for name, calls in moments.items() if calls})
@@ -115,14 +115,14 @@ def observe(
         if setting is not None:
             with setting():
                 train = main_output(call_with(model.train(), probe))
-            quiet.again()
+            quiet.restore()
         quiet.means = False
         evaluated = main_output(call_with(model.eval(), probe)) if modes_differ else train
     terms = [tensor for tensor in tensors_in(returned)[1:] if tensor.numel() == 1]
-    return Outputs(evaluated, train, plain, terms, quiet.seen)
+    return Outputs(evaluated, train, plain, terms, quiet.drawn)
 
 
-class _Called(TorchFunctionMode):
+class _BatchNormInputs(TorchFunctionMode):
     """Records the inputs of `F.batch_norm` calls within a module's forward."""
 
     def __init__(self, moments: list[tuple[Tensor, Tensor, int]]) -> None:
@@ -148,7 +148,7 @@ class _Called(TorchFunctionMode):
 def _moments(module: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean and variance per channel of a normalisation's input, and the number of values per channel.
 
-    For instance normalisation, whose statistics are per sample, they are means over the samples.
+    Statistics of instance normalisation, which are per sample, are averaged over the samples.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = [d for d in range(x.dim()) if d != 1]
@@ -182,7 +182,7 @@ def without_side_effects(model: nn.Module, snapshot: Snapshot | None = None) -> 
 
     Args:
         model: the network.
-        snapshot: a snapshot of its present state, to restore that one instead of taking another.
+        snapshot: a snapshot of its present state; None takes one.
     """
     devices, dtypes = _devices_and_dtypes(model)
     with (
@@ -196,7 +196,7 @@ def without_side_effects(model: nn.Module, snapshot: Snapshot | None = None) -> 
 
 
 def arithmetic() -> contextlib.AbstractContextManager[Any]:
-    """Disable torch function modes, which slow down small operations around a pass many times.
+    """Disable torch function modes, which make small operations around a pass many times slower.
 
     Not for backward passes, which may call a part of the network again.
     """
@@ -204,10 +204,10 @@ def arithmetic() -> contextlib.AbstractContextManager[Any]:
 
 
 def main_output(output: Any) -> Tensor:
-    """Return the first tensor of a network's output: auxiliary heads of train mode come after it."""
+    """Return the first tensor of a network's output; auxiliary heads of train mode come after it."""
     tensors = tensors_in(output)
     if not tensors:
-        raise UserError(f"the network returns {type(output).__name__} without a tensor: growth compares its outputs.")
+        raise UserError(f"the network's output, a {type(output).__name__}, has no tensor that growth could compare.")
     return tensors[0]
 
 
@@ -216,32 +216,37 @@ _PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmu
 
 
 class _Quiet(TorchFunctionMode):
-    """Disables dropout and records other random draws, whose shapes may depend on widths.
+    """Disables dropout, and autocast on `devices`, and detects other random draws, whose shapes may depend on widths.
 
-    `seen` is True once random numbers were drawn. With `means`, each draw is replaced by its mean. Autocast is disabled
-    on `devices`.
+    `drawn` is True once random numbers were drawn. With `means`, each draw is replaced by its mean.
 
     With `in_double`, casts of float64 to float32 are ignored, and integers that are cast to float32, such as positions,
-    become float64. Language models compute normalisations and softmax in float32 whatever the type of their weights,
-    which would round the outputs of a float64 network to float32.
+    become float64: language models compute normalisations and softmax in float32 whatever the dtype of their weights,
+    which would round the outputs of a float64 network.
     """
 
-    _KINDS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
+    _DROPOUT = frozenset(
+        {
+            *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+            *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+            *(torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_),
+        }
+    )
     # In calls of recurrent layers, the dropout probability is the only float argument.
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-    _NAMED: ClassVar[Mapping[Any, Any]] = {
+    _ARGUMENTS: ClassVar[Mapping[Any, Any]] = {
         F.multi_head_attention_forward: {"dropout_p": 0.0},
         F.rrelu: {"training": False},
     }
-    _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, *_NAMED}
+    _CHANGED = _DROPOUT | _RECURRENT | {F.scaled_dot_product_attention, *_ARGUMENTS}
 
     def __init__(self, model: nn.Module, snapshot: Snapshot, devices: Collection[str], in_double: bool) -> None:
         super().__init__()
         self._model, self.snapshot, self._devices = model, snapshot, devices
-        self._call = _in_double if in_double else _plainly
-        self.seen = self.means = False
+        self._call = _in_double if in_double else _call
+        self.drawn = self.means = False
 
-    def again(self) -> None:
+    def restore(self) -> None:
         """Restore the network and the random generators, for another pass."""
         with arithmetic():
             self.snapshot.restore()
@@ -254,13 +259,12 @@ class _Quiet(TorchFunctionMode):
         for device in self._devices:
             if torch.is_autocast_enabled(device):
                 return self._without_autocast(device, func, types, args, kwargs)
-        mean = _MEANS.get(getattr(func, "__name__", ""))
-        if mean is not None and getattr(func, "__module__", "") == "torch.nn.init":
-            mean = None
-        # Reading a tensor's shape is dispatched here too.
+        in_init = getattr(func, "__module__", "") == "torch.nn.init"
+        mean = None if in_init else _MEANS.get(getattr(func, "__name__", ""))
+        # First, since reading a tensor's shape is dispatched here too.
         if mean is None and func not in self._CHANGED:
             return self._call(func, args, kwargs)
-        if func in self._KINDS:
+        if func in self._DROPOUT:
             return args[0] if args else kwargs["input"]
         if func in self._RECURRENT:
             args = [0.0 if isinstance(arg, float) else arg for arg in args]
@@ -268,27 +272,27 @@ class _Quiet(TorchFunctionMode):
             # The dropout probability follows query, key, value and mask.
             args, kwargs = (*args[:4], *[0.0] * len(args[4:5]), *args[5:]), {**kwargs}
             kwargs.pop("dropout_p", None)
-        if func in self._NAMED:
-            args, kwargs = (), {**signature(func).bind(*args, **kwargs).arguments, **self._NAMED[func]}
+        if func in self._ARGUMENTS:
+            args, kwargs = (), {**signature(func).bind(*args, **kwargs).arguments, **self._ARGUMENTS[func]}
         if mean is None:
             return self._call(func, args, kwargs)
-        self.seen = True
-        drawn = self._call(func, args, kwargs)
-        return mean(drawn, *args, **kwargs) if self.means else drawn
+        self.drawn = True
+        numbers = self._call(func, args, kwargs)
+        return mean(numbers, *args, **kwargs) if self.means else numbers
 
     def _without_autocast(
         self, device: str, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a function in a forward's own autocast, whose rounding would hide what growth changes."""
+        """Disable an autocast that the forward enters itself: its rounding would hide the changes of growth."""
         try:
             with torch.autocast(device, enabled=False):
                 return self.__torch_function__(func, types, args, kwargs)
         except RuntimeError:
-            # Its arguments are of several types, which autocast would make one.
+            # The arguments have several dtypes, which autocast would unify.
             return self._call(func, args, kwargs)
 
 
-def _plainly(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
@@ -299,7 +303,7 @@ def _in_double(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         args = [torch.float64 if arg is torch.float32 else arg for arg in args]
         kwargs = {n: torch.float64 if arg is torch.float32 else arg for n, arg in kwargs.items()}
     if func in _PRODUCTS and torch.float64 in {x.dtype for x in args}:
-        # Such as float32 frequencies by positions; torch only multiplies matrices of the same dtype.
+        # Such as float32 frequencies times positions: matrix products need equal dtypes.
         args = [x.double() if x.dtype == torch.float32 else x for x in args]
     return func(*args, **kwargs)
 
@@ -309,10 +313,6 @@ def _filled(mean: Callable[..., float]) -> Callable[..., Tensor]:
     return lambda drawn, self, *args, **kwargs: drawn.fill_(mean(*args, **kwargs))
 
 
-def _probability(self: Tensor, p: Any = None, **_: Any) -> Tensor:
-    return self if p is None else torch.full_like(self, p)
-
-
 # Replacement of each draw by its mean, by function name; called with the drawn tensor and the arguments.
 _MEANS: dict[str, Callable[..., Tensor]] = {
     "rand": lambda drawn, *_, **__: drawn.fill_(0.5),
@@ -320,7 +320,7 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
     "randn": lambda drawn, *_, **__: drawn.zero_(),
     "randn_like": lambda drawn, *_, **__: drawn.zero_(),
     "normal": lambda drawn, mean=0.0, *_, **__: drawn.copy_(torch.as_tensor(mean)),
-    "bernoulli": lambda drawn, *args, **kwargs: drawn.copy_(_probability(*args, **kwargs)),
+    "bernoulli": lambda drawn, self, p=None, **_: drawn.copy_(self if p is None else torch.full_like(self, p)),
     "normal_": _filled(lambda mean=0.0, *_, **__: mean),
     "uniform_": _filled(lambda low=0.0, high=1.0, **named: (named.get("from", low) + named.get("to", high)) / 2),
     "exponential_": _filled(lambda rate=1.0, **named: 1.0 / named.get("lambd", rate)),
@@ -329,7 +329,7 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
 
 
 def _devices_and_dtypes(model: nn.Module) -> tuple[set[str], set[torch.dtype]]:
-    """Types of the devices that a network of a single dtype uses, none for one of several; dtypes of parameters."""
+    """Device types of a network with a single dtype, else an empty set; and the dtypes of its parameters."""
     parameters = list(model.parameters())
     dtypes = {p.dtype for p in parameters if p.is_floating_point()}
     devices = {"cpu", *(p.device.type for p in parameters)} - {"meta"} if len(dtypes) == 1 else set()
@@ -337,7 +337,7 @@ def _devices_and_dtypes(model: nn.Module) -> tuple[set[str], set[torch.dtype]]:
 
 
 def own_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Disable autocast if the network has a single dtype; networks of mixed dtypes may need it."""
+    """Context without autocast if the network has a single dtype; networks of mixed dtypes may need autocast."""
     return autocast_off(_devices_and_dtypes(model)[0])
 
 
@@ -383,18 +383,18 @@ def device_and_precision(network: nn.Module) -> tuple[torch.device | None, torch
 
 
 def placing(network: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function that moves tensors to the device of a network, and real ones to a precision that it has."""
+    """Return a function that moves tensors to a network's device, and real ones to a dtype of its parameters."""
     device, precision = device_and_precision(network)
-    own = {parameter.dtype for parameter in network.parameters()}
+    dtypes = {parameter.dtype for parameter in network.parameters()}
 
     def place(value: Tensor) -> Tensor:
-        return value.to(device, precision if value.is_floating_point() and value.dtype not in own else None)
+        return value.to(device, precision if value.is_floating_point() and value.dtype not in dtypes else None)
 
     return place
 
 
 def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
-    """Return inputs on the network's device, floating-point tensors in a precision of its own, integers unchanged."""
+    """Return inputs on the network's device, with floating-point tensors in one of its dtypes."""
     if not isinstance(network, nn.Module):
         raise UserError(f"a network must be a torch.nn.Module, not a {type(network).__name__}.")
     (device, _), place = device_and_precision(network), placing(network)
@@ -410,27 +410,27 @@ def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
 def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
     """Run a network in eval and train mode, return its outputs, and record caches for `forget_caches` to empty.
 
-    A cache is an attribute that was empty before the run and is a tensor after it, together with other attributes of
-    its module that the first run changes and a second one does not, such as the filled length of a table.
+    A cache is an attribute that was empty before the run and is a tensor after it. It includes other attributes of its
+    module that the first run changes and a second one does not, such as the filled length of a table.
     """
     with without_side_effects(network):
         before = Snapshot(network, "nothing")
         outputs = _run(network, probe)
         if kept := before.kept():
-            values = [each.contents() for each in kept]
+            contents = [cache.contents() for cache in kept]
             _run(network, probe)
-            for each, once in zip(kept, values, strict=True):
-                each.drop_entries_that_differ(once)
-        _caches[network] = kept, [each.shapes() for each in kept]
+            for cache, before_second in zip(kept, contents, strict=True):
+                cache.drop_entries_that_differ(before_second)
+        _caches[network] = kept, [cache.shapes() for cache in kept]
     return outputs
 
 
 @contextlib.contextmanager
 def empty_caches(network: nn.Module) -> Iterator[bool]:
     """Empty the caches that `find_caches` recorded, and fill them again at the end; yields True if any is filled."""
-    kept, _ = _caches.get(network, ([], []))
-    filled = any(each.shapes() for each in kept)
-    restore = [each.forget() for each in kept] if filled else []
+    caches, _ = _caches.get(network, ([], []))
+    filled = any(cache.shapes() for cache in caches)
+    restore = [cache.forget() for cache in caches] if filled else []
     try:
         yield filled
     finally:
@@ -439,30 +439,30 @@ def empty_caches(network: nn.Module) -> Iterator[bool]:
 
 
 def forget_caches(network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]) -> list[str]:
-    """Empty the caches that `find_caches` recorded if a forward now fills any of them with tensors of other shapes.
+    """Empty the caches that `find_caches` recorded if a forward at the present widths fills them with other shapes.
 
-    Caches are also emptied if a forward at the new widths raises one of the `failures`.
+    Caches are also emptied if that forward raises one of the `failures`.
 
     Returns:
         Names of the emptied caches: attributes, or indices in a container.
     """
-    kept, shapes = _caches.get(network, ([], []))
-    names = [str(key) for each in kept if each.shapes() for key in each.changed]
-    restore = [each.forget() for each in kept]
-    if not kept or shapes is None:
+    caches, shapes = _caches.get(network, ([], []))
+    names = [str(key) for cache in caches if cache.shapes() for key in cache.changed]
+    restore = [cache.forget() for cache in caches]
+    if not caches or shapes is None:
         return names
     try:
         with without_side_effects(network):
             _run(network, probe)
-            now = [each.shapes() for each in kept]
+            now = [cache.shapes() for cache in caches]
     except failures:
-        # The next check reports it.
+        # If it fails without caches too, the parity check reports it.
         return names
     if now == shapes:
         for undo in restore:
             undo()
         return []
-    _caches[network] = kept, None
+    _caches[network] = caches, None
     return names
 
 

@@ -15,12 +15,12 @@ from growlab.growth.outputs import Outputs, observe
 
 log = logging.getLogger(__name__)
 
-# Relative output error above which it cannot be rounding, by the parameters' precision. Ten times and more above
-# what is seen (about 1e-6 in float32, rarely 1e-5 where running statistics are far off): a run must not stop
-# over rounding, and a mistake in a rule shows as 1e-2 or worse.
+# Largest relative output error that counts as rounding, by the parameters' dtype. At least ten times the observed ones
+# (about 1e-6 in float32, rarely 1e-5 if running statistics are far off): rounding must not stop a run, and a mistake in
+# a rule causes 1e-2 or more.
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-# Above that: largest multiple of the effect of rounding every weight again (0.3 to 1.5 are seen in networks of 18 to
-# 101 layers), and the multiple of the usual bound above which rounding is no explanation.
+# Beyond it: allowed multiple of the effect of rounding every weight again (0.3 to 1.5 are observed in networks of 18 to
+# 101 layers), and the multiple of the bound above that is never rounding.
 _TIMES_ROUNDED = 8.0
 _AT_MOST = 100.0
 # Entries of an output that are compared at a time.
@@ -29,7 +29,7 @@ _PIECE = 2**18
 
 @dataclass(frozen=True)
 class Parity:
-    """Relative output errors in eval and in train mode, and the largest ones that are allowed; None: any."""
+    """Relative output errors in eval and train mode, and their tolerances; None: any error is allowed."""
 
     errors: Sequence[float]
     tolerances: Sequence[float] | None
@@ -50,13 +50,13 @@ def compare(
     agree: Callable[[list[float]], list[float]],
     *,
     factor: float = 1.0,
-    allowed: tuple[float, float] | None = (0.0, 0.0),
+    allowed: float | None = 0.0,
     setting: Setting | None = None,
 ) -> Parity:
     """Compare a network's outputs before and after a change.
 
-    If an error is above the usual bound on rounding, measure the effect of rounding on this network and the difference
-    between two runs of it, which takes twice as long as computing both outputs.
+    If an error exceeds `rounding`, the effect of rounding on this network and the difference between two runs of it are
+    measured, which takes twice as long as computing both outputs.
 
     Args:
         model: the network, after the change.
@@ -65,7 +65,7 @@ def compare(
         after: outputs now.
         agree: see `growlab.growth.grow`.
         factor: factor by which the outputs are multiplied from now on.
-        allowed: relative errors beyond rounding that the change may make in eval and in train mode; None: any.
+        allowed: relative error beyond rounding that the change may make; None: any.
         setting: see `observe`.
     """
     by_eval = relative_error(before.eval, after.eval, factor)
@@ -76,20 +76,20 @@ def compare(
         return Parity(errors, None)
 
     def parity(by_eval: float, by_train: float) -> Parity:
-        return Parity(errors, agree([by_eval + allowed[0], by_train + allowed[1]]))
+        return Parity(errors, agree([by_eval + allowed, by_train + allowed]))
 
     usual = rounding(model, before.eval)
     usually = parity(usual, usual)
     if usually.kept:
         return usually
-    _tell_of_moods(model, probe, after, usual, setting)
+    _warn_if_irreproducible(model, probe, after, usual, setting)
     return parity(*rounding_measured(model, probe, after, setting))
 
 
-def _tell_of_moods(
+def _warn_if_irreproducible(
     model: nn.Module, probe: tuple[Any, ...], outputs: Outputs, usual: float, setting: Setting | None
 ) -> None:
-    """Warn if a network's outputs are not reproducible, so that the effect of a change cannot be measured."""
+    """Warn if two runs of a network differ, so that the effect of a change cannot be measured."""
     again = observe(model, probe, setting=setting)
     pairs = ((outputs.eval, again.eval), (outputs.train, again.train))
     if (error := max(relative_error(*pair) for pair in pairs)) > usual:
@@ -102,16 +102,16 @@ def _tell_of_moods(
 
 
 def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
-    """Largest difference between `factor * after` and `before`, relative to the largest finite entry before.
+    """Largest difference between `factor * after` and `before`, relative to the largest finite entry of `before`.
 
-    Zeros, which a head that starts at zero puts out, have no scale: from them the difference itself is taken. Entries
-    that are infinite in both (logits of what is ruled out) do not differ.
+    If `before` is zero, as behind a head that starts at zero, the difference is absolute. Entries that are infinite in
+    both, such as masked logits, do not differ.
     """
     if before.is_complex():
         before, after = torch.view_as_real(before), torch.view_as_real(after)
     zero = torch.zeros((), dtype=torch.float64, device=before.device)
     scale = largest = zero
-    # In pieces: a language model's logits in float64 would be many times what the network itself takes.
+    # In pieces: a language model's logits in float64 would take many times the memory of the network.
     pieces = (tensor.reshape(-1).split(_PIECE) for tensor in (before, after))
     for old, new in zip(*pieces, strict=True) if before.numel() else ():
         old, new = old.double(), new.to(torch.float64, copy=True).mul_(factor)
@@ -123,7 +123,7 @@ def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
 
 
 def rounding(model: nn.Module, output: Tensor) -> float:
-    """Relative output error that the least precise of the parameters and the output explains."""
+    """Relative output error that rounding explains, by the least precise dtype of the parameters and the output."""
     dtypes = {output.dtype, *(p.dtype for p in model.parameters())}
     return max(ROUNDING.get(dtype.to_real(), 0.0) for dtype in dtypes)
 
@@ -131,34 +131,34 @@ def rounding(model: nn.Module, output: Tensor) -> float:
 def rounding_measured(
     model: nn.Module, probe: tuple[Any, ...], outputs: Outputs, setting: Setting | None = None
 ) -> tuple[float, float]:
-    """Relative output errors in eval and train mode that rounding explains in this network.
+    """Measure the relative output errors in eval and train mode that rounding explains in this network.
 
-    Measured by what the output changes where each parameter is off by half a unit in its last place, times a standard
-    normal number: in deep networks more than in most. Where batch normalisation's running averages lag behind, early in
-    training, eval mode may put out no more than rounding; then train mode alone can tell.
+    Each parameter is perturbed by half a unit in its last place times a standard normal number; deep networks amplify
+    this. Early in training, while batch normalisation's running averages lag behind, the outputs of eval mode may be
+    nothing but rounding; then only train mode is compared.
     """
-    usual, kept = rounding(model, outputs.eval), []
+    usual, originals = rounding(model, outputs.eval), []
     with torch.no_grad():
-        for number, parameter in enumerate(p for p in model.parameters() if p.is_floating_point()):
-            kept.append((parameter, parameter.detach().clone()))
-            source = torch.Generator(parameter.device).manual_seed(number)
-            precise = torch.promote_types(parameter.dtype, torch.float32)
-            noise = torch.randn(parameter.shape, generator=source, device=parameter.device, dtype=precise)
-            noise *= torch.finfo(parameter.dtype).eps / 2
-            exact = parameter.to(precise)
-            parameter.copy_((exact * placed(1 + noise, exact)).to(parameter.dtype))
         try:
+            for number, parameter in enumerate(p for p in model.parameters() if p.is_floating_point()):
+                originals.append((parameter, parameter.detach().clone()))
+                source = torch.Generator(parameter.device).manual_seed(number)
+                precise = torch.promote_types(parameter.dtype, torch.float32)
+                noise = torch.randn(parameter.shape, generator=source, device=parameter.device, dtype=precise)
+                noise *= torch.finfo(parameter.dtype).eps / 2
+                exact = parameter.to(precise)
+                parameter.copy_((exact * placed(1 + noise, exact)).to(parameter.dtype))
             rounded = observe(model, probe, setting=setting)
         finally:
-            for parameter, content in kept:
-                parameter.copy_(content)
+            for parameter, original in originals:
+                parameter.copy_(original)
     pairs = ((outputs.eval, rounded.eval), (outputs.train, rounded.train))
-    # NaN, which is no excuse, is not above 0.
+    # NaN excuses no error: it counts as 0.
     errors = [error if (error := relative_error(*pair)) > 0 else 0.0 for pair in pairs]
     most = _AT_MOST * usual
     by_eval, by_train = (max(usual, _TIMES_ROUNDED * error) for error in errors)
     if min(by_eval, by_train) > most:
         return most, most
-    # Where rounding changes one mode by as much as its outputs, they prove nothing; the other mode is exact.
+    # If rounding changes one mode by as much as its outputs, only the other mode is compared.
     by_eval, by_train = (math.inf if allowed >= 1 else allowed for allowed in (by_eval, by_train))
     return by_eval, by_train

@@ -23,16 +23,16 @@ def rescale(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Multiply every activation by the factor of its scale class (1 where absent).
 
-    A layer from a class with factor a to one with factor b has its weight multiplied by b / a, or by its entry of
+    The weight of a layer from a class with factor a to one with factor b is multiplied by b / a, or by its entry in
     `weights` (the caller compensates for the rest), and its bias by b. A batch normalisation removes a factor: see
-    `_rescaled_norm`. Given 1.0 in place of a weight, the result is its factor.
+    `_rescaled_norm`. With the number 1.0 in place of a weight, the result is its factor.
 
     Returns:
         The tensors that change, by name, and the factor on the input of each batch normalisation, by its name.
     """
     new: dict[str, Any] = {}
     norm_scale: dict[str, float] = {}
-    # A shared tensor belongs to several layers, always with the same factor: it is computed, not accumulated.
+    # A tensor that several layers share has the same factor in all: assign it, do not accumulate it.
     for layer in graph.layers:
         scale = classes.get(layer.scale_out, 1.0)
         factor = (weights or {}).get(layer.weight, scale / classes.get(layer.scale_in, 1.0))
@@ -76,29 +76,29 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> di
         UserError: the output does not come straight from affine layers.
     """
     new, tensors = folded(model, graph, factor), tensors_of(model, graph)
-    known = {}
+    factors = {}
     for name, rows in row_multipliers(model).items():
         rows = rows.to(tensors[name].device, tensors[name].dtype)
-        known[name] = Folded(rows, rows)
+        factors[name] = Folded(rows, rows)
     ones = scalars(dict(model.named_parameters()))
     outer = rescale(graph, ones, {graph.output_class: factor})[0] if factor != 1.0 else {}
     outer |= {g: outer[v] for g, v in graph.lengths.items() if v in outer}
     for name, scale in outer.items():
-        inner = known.get(name) or Folded(ones[name], ones[name])
-        known[name] = Folded(inner.weight * scale, inner.gradient / scale)
+        inner = factors.get(name) or Folded(ones[name], ones[name])
+        factors[name] = Folded(inner.weight * scale, inner.gradient / scale)
     fold_multipliers(model)
     with torch.no_grad():
         for name in new.keys() & tensors.keys():
             tensors[name].copy_(new[name])
-    return known
+    return factors
 
 
 def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tensor]:
     """Return the folded tensors that `fold_output_factor` would write, by name; the network is unchanged."""
     if factor != 1.0 and not can_fold(graph):
         raise UserError(
-            f"the output's factor {factor:.4g} cannot be folded into the network: no affine layer alone sets the "
-            "scale of its output; grow with output_multiplier=False."
+            f"the output factor {factor:.4g} cannot be folded into the network, since no affine layer alone sets the "
+            "scale of its output: grow with output_multiplier=False."
         )
     weights = multiplied_weights(model)
     if factor == 1.0:
@@ -111,7 +111,7 @@ def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tens
 
 
 def eps_ratio(variance: Tensor, scale: float, eps: float) -> Tensor:
-    """Factor sqrt(c^2 (v + eps) / (c^2 v + eps)) on a normalisation's output if its input is rescaled by c."""
+    """Factor sqrt(c^2 (v + eps) / (c^2 v + eps)) on a normalisation's output when its input is rescaled by c."""
     return torch.sqrt(scale**2 * (variance + eps) / (scale**2 * variance + eps))
 
 
@@ -138,22 +138,22 @@ def with_attention_scale(
     to d', tensors in which queries are linear are multiplied by sqrt(d' / d), and their gradients divided by it.
     Weights in `multiplied` get the factor as a row multiplier in the forward, so that the method's variance is kept.
     """
-    own, scales = dict[str, float](), dict(growth.carry.scales)
+    written, scales = dict[str, float](), dict(growth.carry.scales)
     rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)
     for name, factor in attention_factors(context).items():
         if name in multiplied:
             multipliers[name] = multipliers.get(name, 1.0) * factor
             scales[name] = scales.get(name, 1.0) / factor**2
             continue
-        own[name] = factor
+        written[name] = factor
         scales[name] = scales.get(name, 1.0) / factor
         rescaled[name] = rescaled.get(name, 1.0) * factor
     factors = {"rescaled": rescaled, "multipliers": multipliers}
     report = {**growth.report, **(factors if rescaled or multipliers else {})}
-    carry, tensors = replace(growth.carry, scales=scales), growth.tensors
-    if own:
-        past = growth.tensors
-        tensors = OneByOne(past, lambda name: past[name] * own[name] if name in own else past[name])
+    old = tensors = growth.tensors
+    if written:
+        tensors = OneByOne(old, lambda name: old[name] * written[name] if name in written else old[name])
+    carry = replace(growth.carry, scales=scales)
     return replace(growth, tensors=tensors, carry=carry, multipliers=multipliers, report=report)
 
 

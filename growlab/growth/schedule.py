@@ -12,7 +12,7 @@ from growlab.base.settings import at_least, finite, not_none, one_of, whole
 from growlab.widths import WidthGraph
 
 Number = int | float | Fraction
-# Limit of epochs: runs store at least one number per epoch.
+# Largest number of epochs: runs store at least one number per epoch.
 MOST_EPOCHS = 1_000_000
 
 
@@ -57,7 +57,7 @@ class Schedule:
         """Width of every group at every stage; never decreasing from stage to stage.
 
         A group that pads a narrower stream (an option-A shortcut) gets the difference of the two streams' widths, so
-        that the rule applies to whole streams and not to their pieces.
+        that the rule applies to whole streams.
         """
         stages: list[dict[str, int]] = []
         for fraction in self.width_fractions:
@@ -66,7 +66,7 @@ class Schedule:
                 width = stream_width(group.below + group.full_width, fraction)
                 width -= stream_width(group.below, fraction) if group.below else 0
                 before = stages[-1][name] if stages else 1
-                # Streams are rounded one by one: their difference may leave [1, full width].
+                # Streams are rounded separately, so their difference may be outside of [1, full width].
                 widths[name] = max(before, min(width, group.full_width))
             stages.append(widths)
         return stages
@@ -81,9 +81,9 @@ def stream_width(full_width: int, fraction: Fraction) -> int:
 
 
 def stage_epochs(total_epochs: int, num_stages: int, initial_epochs: Number, growth_rate: Number) -> list[int]:
-    """Epochs of each stage: `floor(T_0 (1 + p_t)^t)`, at least 1, and the rest for the last (Eq. 7, restated).
+    """Epochs of each stage: `floor(T_0 (1 + p_t)^t)`, at least 1, and the rest in the last (Eq. 7, restated).
 
-    T_0 may be fractional; with p_t = 0 every stage but the last is as long as the first.
+    T_0 may be fractional; with p_t = 0 all stages but the last are equally long.
 
     Raises:
         ValueError: the stages before the last take all epochs or more, T_0 is negative, or p_t is not above -1.
@@ -91,7 +91,7 @@ def stage_epochs(total_epochs: int, num_stages: int, initial_epochs: Number, gro
     finite(initial_epochs=initial_epochs, epoch_growth_rate=growth_rate)
     if total_epochs < num_stages:
         raise ValueError(
-            f"{total_epochs} epochs cannot hold {num_stages} stages of at least one epoch each; "
+            f"{total_epochs} epochs are fewer than num_stages={num_stages}, which take at least one each; "
             "raise total_epochs or lower num_stages."
         )
     first, factor = exact(initial_epochs), 1 + exact(growth_rate)
@@ -104,7 +104,7 @@ def stage_epochs(total_epochs: int, num_stages: int, initial_epochs: Number, gro
     rest = total_epochs - sum(epochs)
     if rest < 1:
         raise ValueError(
-            # As a ratio: a run with a budget asks for its schedule before it knows its number of epochs.
+            # As a ratio, since a run with a budget makes its schedule before it knows its number of epochs.
             f"the first {num_stages - 1} stages take {sum(epochs) / total_epochs:.3g} times the run's epochs and leave "
             "none for the last; lower initial_epochs, epoch_growth_rate or num_stages."
         )
@@ -122,7 +122,7 @@ def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number 
     finite(initial_width=initial_width)
     first = exact(initial_width)
     if not 0 < first <= 1:
-        raise ValueError(f"initial_width must be a part of the full width, above 0 and at most 1, not {initial_width}.")
+        raise ValueError(f"initial_width must be a fraction of full width, above 0 and at most 1, not {initial_width}.")
     at_least(0, **not_none(width_growth_rate=growth_rate))
     equal_steps = exact(float(1 / first) ** (1 / max(1, num_stages - 1)))
     factor = equal_steps if growth_rate is None else 1 + exact(growth_rate)
@@ -139,8 +139,8 @@ def stage_batch_sizes(
 ) -> list[int]:
     """Global batch size of each stage: `B_{t-1} = B_t + round(p_b B_t)` (Eq. 8), from that of the last stage.
 
-    If the first stage's is given, the others follow by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`. Sizes other
-    than the given one are rounded to the nearest multiple of the number of processes, within the limit.
+    From that of the first stage, the others follow by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`. Sizes other than
+    the given one are rounded to the nearest multiple of the number of processes, within the limit.
 
     Raises:
         ValueError: the limit is below the given batch size, or the rate is negative.
@@ -189,7 +189,7 @@ def make_schedule(
     Args:
         total_epochs: epochs of the whole run; ignored where `epochs` is given.
         batch_size: batch size of the last stage, or of the first.
-        num_stages: N; where lists are given, their length counts.
+        num_stages: N; overridden by the length of given lists.
         initial_epochs: T_0; None takes `initial_fraction` of all epochs.
         initial_fraction: T_0 / T_total where `initial_epochs` is None.
         epoch_growth_rate: p_t.
@@ -197,7 +197,7 @@ def make_schedule(
         width_growth_rate: p_c, or None for equal steps to full width.
         batch_growth_rate: p_b.
         max_batch_size: upper limit of the batch size.
-        max_batch_size_per_device: upper limit of each process's part of it.
+        max_batch_size_per_device: upper limit of each process's part of the batch.
         batch_size_stage: stage that `batch_size` belongs to, "last" or "first".
         epochs: epochs of each stage.
         widths: relative width of each stage; the last must be 1.
@@ -222,14 +222,14 @@ def make_schedule(
     else:
         fractions = [exact(width) for width in widths]
     if batch_sizes is None:
-        room = max_batch_size_per_device and max_batch_size_per_device * num_processes
-        if room is not None and batch_size > room:
+        total = max_batch_size_per_device and max_batch_size_per_device * num_processes
+        if total is not None and batch_size > total:
             raise ValueError(
                 f"max_batch_size_per_device={max_batch_size_per_device} leaves no room for the "
-                f"{batch_size_stage} stage's batch of {batch_size} on {num_processes} devices; take more of them, or "
+                f"{batch_size_stage} stage's batch of {batch_size} on {num_processes} devices; use more devices, or "
                 "accumulate_grad_batches with a smaller batch_size."
             )
-        limit = min((size for size in (max_batch_size, room) if size is not None), default=None)
+        limit = min((size for size in (max_batch_size, total) if size is not None), default=None)
         batch_sizes = stage_batch_sizes(
             num_stages, batch_size, batch_growth_rate, limit, num_processes, batch_size_stage
         )
@@ -238,20 +238,19 @@ def make_schedule(
     return schedule
 
 
-def _num_stages(otherwise: int, **lists: Sequence[Number] | None) -> int:
-    for name, values in lists.items():
-        if values is not None and (isinstance(values, str) or not isinstance(values, Sequence)):
+def _num_stages(default: int, **lists: Sequence[Number] | None) -> int:
+    given = not_none(**lists)
+    for name, values in given.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ValueError(f"{name} must be a list with a number for each stage, not {values!r}.")
-        if values is not None and not values:
-            raise ValueError(f"{name} must be a list with a number for each stage, not an empty one.")
         check: Callable[..., None] = finite if name == "widths" else partial(whole, 1)
-        for value in values or ():
+        for value in values:
             check(**{name: value})
-    lengths = {name: len(values) for name, values in lists.items() if values is not None}
+    lengths = {name: len(values) for name, values in given.items()}
     if len(set(lengths.values())) > 1:
         named = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise ValueError(f"explicit lists must have one entry a stage each, but {named}.")
-    number = next(iter(lengths.values()), otherwise)
+        raise ValueError(f"explicit lists must have one entry per stage, but {named}.")
+    number = next(iter(lengths.values()), default)
     whole(1, num_stages=number)
     return number
 
@@ -271,7 +270,7 @@ def _check(schedule: Schedule, num_processes: int) -> None:
             f"and batch_sizes that {num_processes} divides, or another number of devices."
         )
     if any(not 0 < fraction <= 1 for fraction in fractions) or fractions[-1] != 1:
-        raise ValueError("widths must lie above 0 and at most 1, and end with 1.")
+        raise ValueError("widths must be above 0 and at most 1, and end with 1.")
     if any(after < before for before, after in pairwise(fractions)):
         raise ValueError("widths must not decrease from stage to stage.")
 

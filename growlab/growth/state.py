@@ -1,4 +1,4 @@
-"""Growth state of a network (stage, widths, birth stages, factors), and the receipt of a growth event."""
+"""Growth state of a network (stage, widths, birth stages, factors), and the record of a growth event."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -20,17 +20,17 @@ class GrowthState:
     """State of a growing network other than its tensors; stored in checkpoints.
 
     Attributes:
-        stage: the stage it is in.
+        stage: the current stage.
         widths: width of each group.
         births: birth stage of each channel, by group.
         output_factor: factor on the network's output.
         asked: last boundary at which a demand trigger or a `WidthDecision` was evaluated; -1 for none.
-        norm_weights: weights of channels in statistics of normalisations after the last event, by group, if they are
+        norm_weights: weights of channels in statistics of normalisations after the last event, by group, where they are
             not all 1: see `weighted_norms`.
         norm_progress: progress of annealing these weights to 1, from 0 to 1; set by `anneal_norms`.
         blocks: birth stage of each inserted block, by name.
-        multipliers: factors by which the forward multiplies the rows of a weight, by its name, if they are not all 1:
-            see `growlab.growth.multipliers`.
+        multipliers: factors by which the forward multiplies the rows of a weight, by its name, where they are not all
+            1: see `growlab.growth.multipliers`.
         unscheduled: number of stages so far that a part or a loop requested instead of the trigger.
         tokens: birth stage of each token, if the vocabulary was resized.
         constants: untrained tensors along growing channels, at full width, by name: see `growlab.growth.constants`.
@@ -51,7 +51,7 @@ class GrowthState:
 
     @property
     def scheduled_stage(self) -> int:
-        """Stage as triggers count it: without stages that parts requested."""
+        """Stage as triggers count it: without the `unscheduled` ones."""
         return self.stage - self.unscheduled
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,14 +93,14 @@ class GrowthEvent:
             weights to 1.
         report: further details that the method reports.
         seconds: wall time of the event, checks included.
-        parity_sec: share of the checks in it (not in `as_dict`).
-        replaced: old and new tensors by name, from `grow` and for parts alone (not in `as_dict`).
-        carry: map from gradients before to gradients after, for optimizer state (likewise).
-        observed: result of the method's `observe` before the event (likewise).
-        epoch: that the training was in.
+        parity_sec: part of `seconds` spent on checks (not in `as_dict`).
+        replaced: old and new tensors by name, as returned by `grow` and for parts; later empty (not in `as_dict`).
+        carry: map from gradients before to gradients after, for optimizer state (not in `as_dict`).
+        observed: result of the method's `observe` before the event (not in `as_dict`).
+        epoch: epoch of the training.
         step: optimizer steps done.
-        cost: spent so far, in the unit of whoever counts.
-        seconds_by_part: wall time of the event's parts.
+        cost: cost so far, in the unit of `Grower.step`.
+        seconds_by_part: wall time of each phase of the event.
         notes: further entries of triggers, parts and loops, by name.
     """
 
@@ -138,11 +138,11 @@ class GrowthEvent:
         )
 
     def __getitem__(self, name: str) -> Any:
-        """Entry of `as_dict` by its name, a note's too."""
+        """Entry of `as_dict`, notes included, by its name."""
         return self.as_dict()[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything except tensors and timings of checks, in plain containers, merged with the notes."""
+        """Return everything except tensors and `parity_sec`, in plain containers, merged with the notes."""
         own = {name: value for name, value in vars(self).items() if name not in _NOT_IN_RECEIPT}
         return {**own, **self.notes}
 

@@ -1,16 +1,16 @@
-"""Normalisations whose statistics run over channels, kept exact while those channels become more.
+"""Normalisations whose statistics run over channels, kept exact while the number of channels grows.
 
-Layer, RMS and group normalisation take their statistics over the channels of a stream, so that a wider stream would
-have others. With a weight w_j per channel,
+Layer, RMS and group normalisation take statistics over the channels of a stream, so a wider stream has other ones. With
+a weight w_j per channel,
 
     mean = sum_j w_j x_j / sum_j w_j,    variance = sum_j w_j (x_j - mean)^2 / sum_j w_j
 
-they are what they were if new channels have weight 0, or if the copies of a channel share its weight. Where the code
-takes a Euclidean norm or a sum of squares instead, it is sum_j w_j x_j^2, or n times their weighed mean where what it
-is multiplied by follows the number n of channels (`x / x.norm() * x.shape[-1] ** 0.5`). The weights then go to 1, over
-the first part of a stage: at the end it is the plain normalisation again. Weights other than 1 are no part of the
-network's parameters, buffers or classes: hooks on the normalising modules apply them. They are an entry of the
-`state_dict`, so that a network which is not plain yet does not load into a plain one unnoticed.
+they stay the same if new channels have weight 0, or if the copies of a channel share its weight. A Euclidean norm or
+sum of squares becomes sum_j w_j x_j^2; or n times the weighted mean if the code multiplies it by a power of the number
+n of channels (`x / x.norm() * x.shape[-1] ** 0.5`). Over the first part of a stage the weights are annealed to 1, which
+is the plain normalisation. Weights other than 1 are not part of the network's parameters, buffers or classes: hooks on
+the normalising modules apply them. They are entries of the `state_dict`, so that a network that is not plain yet cannot
+be loaded into a plain one unnoticed.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +26,7 @@ from growlab.widths import Carry, WidthGraph
 
 # Attribute of a module in which its channel weights are stored while they differ.
 _ATTRIBUTE = "_weighted_statistics"
-# Their entry of the module's state_dict. Loaded into a plain network it is refused as an unexpected key.
+# Their entry in the module's state_dict, an unexpected key for a plain network.
 _KEY = "unfinished_growth_channel_weights"
 
 
@@ -37,17 +37,17 @@ def carried_weights(
     before: Mapping[str, int],
     after: Mapping[str, int],
 ) -> dict[str, list[float]]:
-    """Channel weights with which statistics are unchanged when widths change, for groups where they are not all 1.
+    """Return channel weights that preserve statistics when widths change, for groups where they are not all 1.
 
-    A channel's weight is kept, or divided equally among its copies, like its gradient (`Carry.sources` and
-    `Carry.rows`); a channel that is no copy gets 0.
+    A channel keeps its weight or shares it with its copies, like its gradient (`Carry.sources` and `Carry.rows`); a new
+    channel that is no copy gets 0.
     """
     result = {}
     for group in dict.fromkeys(group for norm in graph.channel_norms for group in norm.axis.groups):
-        known = torch.tensor(weights.get(group, [1.0] * before[group]), dtype=torch.float64)
+        old = torch.tensor(weights.get(group, [1.0] * before[group]), dtype=torch.float64)
         channels = torch.arange(after[group])
         sources = carry.sources.get(group, torch.where(channels < before[group], channels, -1))
-        carried = torch.where(sources >= 0, known[sources.clamp(min=0)], 0.0)
+        carried = torch.where(sources >= 0, old[sources.clamp(min=0)], 0.0)
         if group in carry.rows:
             carried = carried * carry.rows[group].double()
         if not bool((carried == 1).all()):
@@ -72,18 +72,18 @@ def weigh(
         module, groups = modules[norm.name], norm.axis.groups
         each = {g: torch.tensor(weights.get(g, [1.0] * widths[g]), dtype=torch.float64) for g in groups}
         on_axis = norm.axis.spread(each, widths, fixed=1.0)
-        known: _Weighing | None = module.__dict__.get(_ATTRIBUTE)
-        # Bessel's correction counts the channels: a variance that is written out knows how many weights stand for.
+        hook: _Weighing | None = module.__dict__.get(_ATTRIBUTE)
+        # Equal weights are plain, except for Bessel's correction of a written-out variance, which counts channels.
         plain = 1.0 if norm.mean_over is not None else on_axis[0]
         if bool((on_axis == plain).all()):
-            if known is not None:
-                known.remove()
+            if hook is not None:
+                hook.remove()
             continue
-        if known is None:
-            known = _Weighing(module)
-        known.set(on_axis)
+        if hook is None:
+            hook = _Weighing(module)
+        hook.set(on_axis)
         if norm.mean_over is not None:
-            (known.sums if norm.summed else known.means)[norm.mean_over] = norm.counted
+            (hook.sums if norm.summed else hook.means)[norm.mean_over] = norm.counted
         if norm.name not in weighted:
             weighted.append(norm.name)
     return weighted
@@ -95,20 +95,20 @@ def weighted_modules(model: nn.Module) -> list[str]:
 
 
 class _Weighing(ModuleHook):
-    """Makes the normalisation that a module's forward calls a weighted one."""
+    """Weights the statistics of the normalisation that a module's forward calls."""
 
     attribute = _ATTRIBUTE
 
     def __init__(self, module: nn.Module) -> None:
         self.weights = torch.empty(0)
-        # Dimensions that are reduced over, and whether what the code multiplies by follows the number of channels.
+        # By reduced dimension: True if the code multiplies the result by a power of the number of channels.
         self.means: dict[int, bool] = {}
         self.sums: dict[int, bool] = {}
         super().__init__(module)
 
     def set(self, weights: Tensor) -> None:
         if weights.shape == self.weights.shape:
-            # The very same tensor, which a compiled forward has seen.
+            # In place: a compiled forward has captured this tensor.
             self.weights.copy_(weights)
         else:
             self.weights = weights
@@ -124,7 +124,7 @@ class _Weighing(ModuleHook):
 
 
 class _Weighted(TorchFunctionMode):
-    """Takes the place of normalisations by statistics over channels."""
+    """Replaces normalisations and reductions over channels by weighted ones."""
 
     def __init__(self, module: nn.Module, weights: Tensor, means: Collection[int], sums: Mapping[int, bool]) -> None:
         super().__init__()
@@ -133,17 +133,14 @@ class _Weighted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _REDUCED and self._means:
-            check_reached(self._module, f"its {func.__name__} over channels")
-            return _REDUCED[func](func, self._weights, self._means, *args, **(kwargs or {}))
-        if func in _SUMMED and self._sums:
-            check_reached(self._module, f"its {func.__name__} over channels")
-            return _SUMMED[func](func, self._weights, self._sums, *args, **(kwargs or {}))
-        weighted = _WEIGHTED.get(func)
-        if weighted is None:
+        for weighted, dims in ((_REDUCED, self._means), (_SUMMED, self._sums)):
+            if func in weighted and dims:
+                check_reached(self._module, f"a {func.__name__} over channels")
+                return weighted[func](func, self._weights, dims, *args, **(kwargs or {}))
+        if func not in _WEIGHTED:
             return func(*args, **(kwargs or {}))
         check_reached(self._module, "a normalisation")
-        return weighted(self._weights, *args, **(kwargs or {}))
+        return _WEIGHTED[func](self._weights, *args, **(kwargs or {}))
 
 
 def _layer_norm(
@@ -154,6 +151,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *_: Any,
+    **__: Any,
 ) -> Tensor:
     x, share_C = _precisely(input, weights)
     x = x - (x * share_C).sum(-1, keepdim=True)
@@ -169,7 +167,7 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     x, share_C = _precisely(input, weights)
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
     square = (x.square() * share_C).sum(-1, keepdim=True)
     return _affine(x * torch.rsqrt(square + eps), weight, None).to(input.dtype)
 
@@ -182,6 +180,7 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *_: Any,
+    **__: Any,
 ) -> Tensor:
     x, _share = _precisely(input, weights)
     shape = x.shape
@@ -209,9 +208,9 @@ def _mean(
     keepdims: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    # numpy's names, which torch takes too.
+    # torch accepts numpy's names too.
     dim, keepdim = (axis if dim is None else dim), keepdim or keepdims
-    over = _weighed(input, dim, means)
+    over = _weighted_dim(input, dim, means)
     if over is None:
         return input.mean(dim, keepdim, dtype=dtype)
     x, share_C = _precisely(input if dtype is None else input.to(dtype), weights)
@@ -232,22 +231,22 @@ def _spread(
     keepdims: bool = False,
     correction: float | None = 1,
 ) -> Any:
-    """Variance or standard deviation over channels, alone or before their mean: of as many values as weights add to."""
-    over = _weighed(input, axis if dim is None else dim, means)
+    """Weighted variance or standard deviation, alone or with the mean; Bessel's correction takes the sum of weights."""
+    over = _weighted_dim(input, axis if dim is None else dim, means)
     correction, keepdim = (1 if correction is None else correction) * unbiased, keepdim or keepdims
     if over is None:
-        # It may be True or False, for all entries without or with the correction.
-        whole = dim is None or isinstance(dim, bool)
-        correction = int(dim) if isinstance(dim, bool) else correction
-        return func(input, None if whole else dim, correction=correction, keepdim=keepdim)
+        # As in `x.var(False)`: over all entries, with or without the correction.
+        if isinstance(dim, bool):
+            dim, correction = None, int(dim)
+        return func(input, dim, correction=correction, keepdim=keepdim)
     x, share_C = _precisely(input, weights)
     share, number = share_C.view(-1, *[1] * (input.dim() - 1 - over)), weights.sum().to(x)
     mean = (x * share).sum(over, keepdim=True)
-    found = ((x - mean).square() * share).sum(over, keepdim=keepdim) * (number / (number - correction))
-    found = (found if "var" in func.__name__ else found.sqrt()).to(input.dtype)
+    variance = ((x - mean).square() * share).sum(over, keepdim=keepdim) * (number / (number - correction))
+    spread = (variance if "var" in func.__name__ else variance.sqrt()).to(input.dtype)
     if not func.__name__.endswith("_mean"):
-        return found
-    return found, (mean if keepdim else mean.squeeze(over)).to(input.dtype)
+        return spread
+    return spread, (mean if keepdim else mean.squeeze(over)).to(input.dtype)
 
 
 def _sum(
@@ -260,11 +259,11 @@ def _sum(
     **settings: Any,
 ) -> Tensor:
     dim, keepdim = settings.pop("axis", dim), keepdim or settings.pop("keepdims", False)
-    over = _weighed(input, dim, sums)
+    over = _weighted_dim(input, dim, sums)
     if over is None:
         return func(input, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **settings)
     x = input if settings.get("dtype") is None else input.to(settings["dtype"])
-    return (x * _counts(x, weights, over, sums)).sum(over, keepdim=keepdim).to(x.dtype)
+    return (x * _summands(x, weights, over, sums)).sum(over, keepdim=keepdim).to(x.dtype)
 
 
 def _norm(
@@ -278,11 +277,11 @@ def _norm(
     **settings: Any,
 ) -> Tensor:
     p = settings.pop("ord", p)
-    over = _weighed(input, dim, sums)
+    over = _weighted_dim(input, dim, sums)
     if over is None or p not in (None, 2, "fro"):
         return func(input, *([] if p is None else [p]), dim=dim, keepdim=keepdim, **settings)
     x = input if settings.get("dtype") is None else input.to(settings["dtype"])
-    return torch.linalg.vector_norm(x * _counts(x, weights, over, sums).sqrt(), 2, over, keepdim).to(x.dtype)
+    return torch.linalg.vector_norm(x * _summands(x, weights, over, sums).sqrt(), 2, over, keepdim).to(x.dtype)
 
 
 def _normalize(
@@ -295,20 +294,20 @@ def _normalize(
     eps: float = 1e-12,
     out: Tensor | None = None,
 ) -> Tensor:
-    if _weighed(input, dim, sums) is None or p != 2 or out is not None:
+    if _weighted_dim(input, dim, sums) is None or p != 2 or out is not None:
         return func(input, p, dim, eps, out)
     return input / _norm(torch.norm, weights, sums, input, 2, dim, keepdim=True).clamp_min(eps)
 
 
-def _counts(x: Tensor, weights: Tensor, over: int, sums: Mapping[int, bool]) -> Tensor:
+def _summands(x: Tensor, weights: Tensor, over: int, sums: Mapping[int, bool]) -> Tensor:
     counted = next(counted for dim, counted in sums.items() if dim % x.dim() == over)
     counts = weights * (len(weights) / weights.sum()) if counted else weights
     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     return counts.to(x.device, dtype).view(-1, *[1] * (x.dim() - 1 - over))
 
 
-def _weighed(x: Tensor, dim: Any, means: Collection[int]) -> int | None:
-    """Return the dimension that is reduced, if it is weighted."""
+def _weighted_dim(x: Tensor, dim: Any, means: Collection[int]) -> int | None:
+    """Return the reduced dimension if its reductions are weighted, else None."""
     (over,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
     if isinstance(over, bool) or not isinstance(over, int):
         return None
@@ -316,7 +315,7 @@ def _weighed(x: Tensor, dim: Any, means: Collection[int]) -> int | None:
 
 
 def _precisely(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The input, at least in float32, and each channel's share of the statistics."""
+    """Return the input in at least float32, and each channel's share of the statistics."""
     x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return x, (weights / weights.sum()).to(x)
 

@@ -1,7 +1,7 @@
 """Optimizers with learning rates per region of a weight, by the stage at which it was added.
 
 Each is a drop-in `torch.optim.Optimizer`. In a custom training loop, `set_regions` with `weight_regions` sets the birth
-stages of elements, and `follow` carries the optimizer through a growth event.
+stages of weights' elements, and `follow` carries the optimizer through a growth event.
 """
 
 from growlab.optim.adam import Adam, AdamW

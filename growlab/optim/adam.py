@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from growlab.optim.regional import Regional, handed_over
+from growlab.optim.regional import Regional, to_device
 from growlab.optim.regions import Regions
 
 
 class _Aged(Regional):
     """Base of Adam and AdamW: ages of regions, and the update with a rate and bias correction per region.
 
-    A region's age begins with the call of `set_regions` that first names it, unless its second moments were copied from
-    another region (replication): then it is as old as the oldest region. The state has `region_start`: by stage, the
-    step at which its region was added.
+    A region's age starts with the call of `set_regions` that adds it, unless its second moments were copied from
+    another region (replication): then it is as old as the oldest region. `region_start` in the state maps each stage to
+    the step at which its region was added.
     """
 
     _init_group: Any
@@ -28,7 +28,7 @@ class _Aged(Regional):
             state = self.state.get(param, {})
             if "exp_avg_sq" not in state:
                 continue
-            # State of torch's Adam has one age: regions with moments are as old as its steps.
+            # State of torch's Adam has a single age: regions with moments are as old as its steps.
             starts = state.get("region_start", {})
             inherited = region.norms(state["exp_avg_sq"]) > 0
             newborn = int(state["step"])
@@ -100,9 +100,9 @@ class _Aged(Regional):
         beta1, beta2 = (float(beta) for beta in group["betas"])
         ages_PK = torch.stack(steps).double()[:, None] - self._starts(params, factors_PK.shape[1], steps[0].device)
         device = factors_PK.device
-        unbias2_PK = handed_over((1 - beta2**ages_PK).sqrt_(), device)
+        unbias2_PK = to_device((1 - beta2**ages_PK).sqrt_(), device)
         rates_PK = factors_PK * group["lr"]
-        values = [-rates_PK * unbias2_PK / handed_over(1 - beta1**ages_PK, device), group["eps"] * unbias2_PK]
+        values = [-rates_PK * unbias2_PK / to_device(1 - beta1**ages_PK, device), group["eps"] * unbias2_PK]
         decoupled = group["decoupled_weight_decay"] and group["weight_decay"] != 0
         if decoupled:
             values.append(1 - rates_PK * group["weight_decay"])
@@ -117,10 +117,10 @@ class _Aged(Regional):
         known = self._kept.get(params[0])
         if known is None or known[0] != (starts, num_regions, device):
             stages = [self._regions[param].stage_list for param in params]
-            rows = [[own.get(stage, 0) for stage in all_of] for own, all_of in zip(starts, stages, strict=True)]
+            rows = [[start.get(stage, 0) for stage in own] for start, own in zip(starts, stages, strict=True)]
             padded = [row + [0] * (num_regions - len(row)) for row in rows]
-            moved = handed_over(torch.tensor(padded, dtype=torch.float64, device="cpu"), device)
-            known = self._kept[params[0]] = ([dict(own) for own in starts], num_regions, device), moved
+            starts_PK = to_device(torch.tensor(padded, dtype=torch.float64, device="cpu"), device)
+            known = self._kept[params[0]] = ([dict(start) for start in starts], num_regions, device), starts_PK
         return known[1]
 
 
@@ -144,7 +144,7 @@ class AdamW(_Aged, torch.optim.AdamW):
 
 
 def _fused_moments(weights: Any, grads: Any, means: Any, squares: Any, beta1: float, beta2: float) -> None:
-    """Update both moments in one pass, by torch's fused kernel at rate 0, which leaves the weights unchanged."""
+    """Update both moments in one pass by torch's fused kernel, at rate 0, which leaves the weights unchanged."""
     one = torch.ones((), dtype=torch.float32, device="cpu")
     torch._fused_adam_(
         weights,
@@ -157,7 +157,7 @@ def _fused_moments(weights: Any, grads: Any, means: Any, squares: Any, beta1: fl
         beta1=beta1,
         beta2=beta2,
         weight_decay=0.0,
-        # Any value above 0: the rate is 0, and eps=0 would give 0 / 0 at unused entries.
+        # Any value above 0, since the rate is 0; eps=0 would give 0 / 0 where moments are 0.
         eps=1.0,
         amsgrad=False,
         maximize=False,
@@ -183,7 +183,7 @@ def _update(group: dict[str, Any], decoupled: bool, weights: Any, grads: Any, *r
     if largest:
         torch._foreach_maximum_(largest[0], squares)
         squares = largest[0]
-    # (m / b1) / (sqrt(v) / b2 + eps) = (b2 / b1) m / (sqrt(v) + eps b2): corrections stay row vectors.
+    # (m / b1) / (sqrt(v) / b2 + eps) = (b2 / b1) m / (sqrt(v) + eps b2): the corrections can stay row vectors.
     roots = torch._foreach_sqrt(squares)
     if group["differentiable"]:
         roots = torch._foreach_add(roots, eps)

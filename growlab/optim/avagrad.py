@@ -94,26 +94,25 @@ class AvaGrad(Regional):
         counts: dict[Any, int] = defaultdict(int)
         keys: list[list[Any]] = []
         for i, (param, rate) in enumerate(zip(params, rates, strict=True)):
-            own = i if group["normaliser"] == "region" and self._rule is not None else None
+            scope = i if group["normaliser"] == "region" and self._rule is not None else None
             regions = self._regions.get(param) if self._rule is not None else None
             if regions is None:
-                keys.append([(own, 0)])
+                keys.append([(scope, 0)])
                 sums, numbers = [rate.double().square().sum()], [rate.numel()]
             else:
-                keys.append([(own, stage) for stage in regions.stage_list])
+                keys.append([(scope, stage) for stage in regions.stage_list])
                 sums = list(regions.sums(rate.double().square()).unbind(0))
-                pairs = regions.count_list
-                inner = rate.numel() // sum(pairs)
-                numbers = [n * inner for n in pairs]
+                inner = rate.numel() // sum(regions.count_list)
+                numbers = [n * inner for n in regions.count_list]
             for key, total, number in zip(keys[-1], sums, numbers, strict=True):
                 squares[key] = squares[key] + total
                 counts[key] += number
         normaliser = {key: sqrt(counts[key]) / squares[key].sqrt() for key in counts}
         result: list[Any] = []
-        for param, own_keys in zip(params, keys, strict=True):
-            if len(own_keys) == 1:
-                result.append(normaliser[own_keys[0]].to(param.dtype))
+        for param, keys_K in zip(params, keys, strict=True):
+            if len(keys_K) == 1:
+                result.append(normaliser[keys_K[0]].to(param.dtype))
             else:
-                values_K = torch.stack([normaliser[key] for key in own_keys]).to(param.dtype)
+                values_K = torch.stack([normaliser[key] for key in keys_K]).to(param.dtype)
                 result.append(self._regions[param].spread(values_K, param.dim()))
         return result

@@ -1,7 +1,7 @@
 """Carry optimizers through a growth event: same object, same parameter groups, new parameters, mapped state.
 
-Parameters are replaced in groups and in the containers that an optimizer keeps besides: `group["matrices"]` of a Muon,
-`self.by_size`, `self.state["all"]`. State is mapped if it has its parameter's shape, in containers at any depth.
+Parameters are replaced in groups and in other containers of the optimizer, such as `group["matrices"]` of a Muon,
+`self.by_size`, or `self.state["all"]`. State of its parameter's shape is mapped, in containers at any depth.
 """
 
 import copy
@@ -33,7 +33,7 @@ Moved = Callable[[Tensor, Any, str], Any]
 
 # Attributes of torch's Optimizer, which are carried separately.
 _KNOWN = ("state", "param_groups", "defaults")
-# Least cosine between weights and state that stores weights; that of moments of gradients is far below.
+# Least cosine of weights and state that counts as stored weights; that of moments of gradients is far below.
 _SIMILAR = 0.7
 # Power of the gradient that state scales with, by its name in torch.optim.
 POWERS = {
@@ -46,22 +46,22 @@ POWERS = {
 def default_inheritance(optimizer: Optimizer, carry: Carry | None = None) -> Inheritance:
     """Return the papers' treatment of optimizer state at a growth event: "reset" or "inherit".
 
-    Yuan et al. (2023) reset SGD's momentum and let adaptive optimizers keep their state. If a layer's basis was
-    rotated, momentum rotates with it exactly, which does not change training (Bird, Appendix D): SGD and LARS keep it.
+    Yuan et al. (2023) reset SGD's momentum and let adaptive optimizers keep their state. If an event rotates the basis
+    of channels, momentum rotates with it exactly (Bird, Appendix D): SGD and LARS then keep it.
 
     Args:
-        optimizer: any.
+        optimizer: any optimizer.
         carry: rule of the event, see `follow`.
     """
-    turned = carry is not None and bool(carry.bases)
-    return "reset" if isinstance(optimizer, (torch.optim.SGD, LARS)) and not turned else "inherit"
+    rotated = carry is not None and bool(carry.bases)
+    return "reset" if isinstance(optimizer, (torch.optim.SGD, LARS)) and not rotated else "inherit"
 
 
 def normalises(optimizer: Optimizer) -> bool:
     """Return True if an optimizer's steps do not depend on the scale of gradients.
 
-    This is so for Adam, Lion, Muon and any other that is not known to step in proportion to the gradient (SGD, AvaGrad)
-    or the weights (LARS), or by curvature (L-BFGS).
+    True for Adam, Lion, Muon and all others that are not known to step in proportion to the gradient (SGD, AvaGrad) or
+    the weights (LARS), or by curvature (L-BFGS).
     """
     others = (torch.optim.SGD, torch.optim.ASGD, AvaGrad, LARS, torch.optim.LBFGS)
     return not isinstance(optimizer, others)
@@ -82,23 +82,23 @@ def follow(
     Schedulers, scalers and loggers hold references to the optimizer and its groups, so neither is replaced.
 
     Args:
-        optimizer: any `torch.optim.Optimizer` whose state has the shape of its parameters, or is a number each.
+        optimizer: any `torch.optim.Optimizer` whose state is tensors of the parameters' shapes and single numbers.
         replaced: old and new tensor by name, from the growth event.
         graph: the network's width graph.
         widths_before: width of each group before.
         widths_after: width of each group after.
         inheritance: "reset" deletes all state. "zero_new" keeps state unchanged at old entries; new entries get the
-            optimizer's initial state, mostly zeros. "inherit" maps it by the method's rule: first moments like the
-            gradient, second moments like its square; state of unknown meaning as "zero_new". "reset_new" maps it so at
-            old entries, and new ones get the optimizer's initial state, also where they are copies. "auto":
+            optimizer's initial state, mostly zeros. "inherit" maps state by the method's rule: first moments like the
+            gradient, second moments like its square, state of unknown meaning as with "zero_new". "reset_new" does the
+            same at old entries, and all new ones, copies included, get the optimizer's initial state. "auto":
             `default_inheritance`, or "reset", with a warning, if state cannot be carried (Adafactor's factors, L-BFGS's
             directions). Copies and averages of weights, such as those of Lookahead and schedule-free optimizers, keep
-            their distance from the weights, 0 at new entries.
+            their difference from the weights, with 0 at new entries.
         carry: the method's rule, from the growth event; None keeps state unchanged at old entries.
 
     Raises:
-        ValueError: state that is not reset has neither its parameter's shape nor a single number, other containers of
-            the optimizer would not fit, or `inheritance` is unknown. The optimizer is then unchanged.
+        ValueError: state that is not reset is neither of its parameter's shape nor a single number, another container
+            of the optimizer would not fit, or `inheritance` is unknown. The optimizer is then unchanged.
     """
     check_inheritance(inheritance)
     follow_once(optimizer, replaced, (graph, widths_before, widths_after), inheritance, carry, {})
@@ -114,8 +114,8 @@ def follow_once(
 ) -> None:
     """Carry one of several optimizers that may share groups or state, as wrappers do; map each state once.
 
-    `widths` are the network's width graph and its widths before and after. `done` maps ids of state that was already
-    mapped, for previous optimizers, to its old and new value. See `follow` for the rest.
+    `widths` are the network's width graph and its widths before and after. `done` maps the ids of state that was mapped
+    for previous optimizers to its old and new value. See `follow` for the other arguments.
     """
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
     state = getattr(optimizer, "state", {})
@@ -126,39 +126,39 @@ def follow_once(
             log.warning("%s; the optimizer's state is reset at this growth event.", problem)
             inheritance = "reset"
     check_following(optimizer, places, inheritance)
-    moving = _Moving(optimizer, places, widths, inheritance, carry)
-    # Entries with names as keys belong to the optimizer as a whole, not to a parameter.
-    own = [] if shares else [param for param in state if isinstance(param, Tensor)]
+    mapping = _StateMap(optimizer, places, widths, inheritance, carry)
+    # Keys other than parameters belong to the optimizer as a whole.
+    params = [] if shares else [param for param in state if isinstance(param, Tensor)]
     # A wrapper of another optimizer may create its state only in its constructor.
     made_once = any(True for _ in inside(optimizer))
     states: dict[Tensor, Any] = {}
-    for param in own if inheritance != "reset" or made_once else ():
-        if id(param) in places or moving.rule.every != 1.0:
+    for param in params if inheritance != "reset" or made_once else ():
+        if id(param) in places or mapping.rule.every != 1.0:
             old = state[param]
             if id(old) not in done:
-                done[id(old)] = old, moving.moved(param, old)
+                done[id(old)] = old, mapping.mapped(param, old)
             states[places[id(param)][1] if id(param) in places else param] = done[id(old)][1]
     if inheritance == "reset" and not shares and not made_once:
-        for param in own:
+        for param in params:
             for tensor in tensors_within(state.pop(param)):
                 set_aside(tensor)
         for group in getattr(optimizer, "param_groups", ()):
-            # Some count steps here, and create their state in the first.
+            # Some optimizers count steps here, and create their state at the first.
             if "step" not in getattr(optimizer, "defaults", ()):
                 group.pop("step", None)
-    replace_in_groups(optimizer, {key: new for key, (_, new) in places.items()}, moving.moved)
-    for param in own:
+    replace_in_groups(optimizer, {key: new for key, (_, new) in places.items()}, mapping.mapped)
+    for param in params:
         if id(param) in places:
             state.pop(param, None)
     state.update(states)
     done[id(state)] = state, state
     if isinstance(optimizer, torch.optim.LBFGS):
-        # It caches the number of its parameters' elements.
+        # It caches the number of elements of its parameters.
         optimizer._numel_cache = None
 
 
-class _Moving:
-    """Maps an optimizer's state of parameters through one growth event; arguments as of `follow_once`."""
+class _StateMap:
+    """Maps an optimizer's state of parameters through one growth event; for the arguments see `follow_once`."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Moving:
         groups = getattr(optimizer, "param_groups", ())
         self._settings = {param: group for group in groups for param in group["params"]}
 
-    def moved(self, param: Tensor, value: Any, key: str = "") -> Any:
+    def mapped(self, param: Tensor, value: Any, key: str = "") -> Any:
         """Map the state of a parameter, replaced or not; `key` names state that is no dictionary of named entries."""
         if id(param) not in self._places:
             return _mapped(value, param.shape, param.shape, partial(self._rescaled, param), key)
@@ -192,7 +192,7 @@ class _Moving:
     def _new(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         name, new = self._places[id(param)]
         value, power = whole(value), _power(self._optimizer, key)
-        chosen = self.rule if power is not None else Carry()
+        rule = self.rule if power is not None else Carry()
 
         def place(carry: Carry, tensor: Tensor, power: int = 0) -> Tensor:
             return carry.carried(tensor, name, *self._widths, power)
@@ -201,25 +201,25 @@ class _Moving:
             if key in self._copies:
                 return new.detach().to(value.dtype, copy=True)
             return torch.zeros_like(new, dtype=value.dtype)
-        moved = place(chosen, value, power or 0)
+        carried = place(rule, value, power or 0)
         if self._lars is not None:
-            moved = self._lars.inherited(whole(param.detach()), whole(new.detach()), value, moved)
-        begins = _begins_with(self._optimizer, key, self._settings.get(param, {}))
+            carried = self._lars.inherited(whole(param.detach()), whole(new.detach()), value, carried)
+        initial = _initial(self._optimizer, key, self._settings.get(param, {}))
         if key in self._positive:
-            begins = float(value.mean())
-        if begins or self._resets_new:
-            known = Carry() if self._resets_new else chosen
-            moved = torch.where(place(known, torch.ones_like(value)) == 0, begins, moved)
+            initial = float(value.mean())
+        if initial or self._resets_new:
+            placement = Carry() if self._resets_new else rule
+            carried = torch.where(place(placement, torch.ones_like(value)) == 0, initial, carried)
         if key in self._copies:
-            moved = _moved_along(value, whole(param.detach()), whole(new.detach()), partial(place, Carry()))
-        fits = moved.dtype == value.dtype and moved.device == new.device and moved.stride() == new.stride()
+            carried = _moved_along(value, whole(param.detach()), whole(new.detach()), partial(place, Carry()))
+        fits = carried.dtype == value.dtype and carried.device == new.device and carried.stride() == new.stride()
         if fits and not is_piece(new):
-            return moved
+            return carried
         result = torch.empty_like(new, dtype=value.dtype)
-        return result.copy_(placed(moved, result))
+        return result.copy_(placed(carried, result))
 
     def _rescaled(self, param: Tensor, key: str, value: Tensor) -> Tensor:
-        """Rescale state of a parameter that was not replaced, but whose gradient changed by a factor."""
+        """Rescale the state of a parameter that was not replaced, but whose gradient changed by a factor."""
         power = None if self._lars is not None and param.dim() > 1 else _power(self._optimizer, key)
         return value * self.rule.every**power if power else value
 
@@ -229,8 +229,8 @@ def rescale_state(optimizer: Optimizer, factors: Mapping[Tensor, tuple[Tensor, T
     """Rescale the state of parameters that were multiplied by factors, in place, so that training continues unchanged.
 
     Args:
-        optimizer: any.
-        factors: by parameter, the factor on it and the factor on its gradient from now on.
+        optimizer: any optimizer.
+        factors: for each parameter, the factor on it and the factor on its gradient from now on.
     """
     copies, _ = _meanings(optimizer)
 
@@ -272,17 +272,17 @@ def check_following(optimizer: Optimizer, places: Mapping[int, tuple[str, Tensor
 
 
 def _cannot_follow(optimizer: Any, places: Mapping[int, tuple[str, Tensor]]) -> str:
-    """Describe the state of a replaced parameter that cannot be brought to another shape, or ""."""
+    """Describe state of a replaced parameter that cannot be mapped to another shape, or return ""."""
     for param, state in getattr(optimizer, "state", {}).items():
         # L-BFGS keeps the state of all parameters with the first.
-        everything = bool(places) and isinstance(optimizer, torch.optim.LBFGS)
-        if not isinstance(param, Tensor) or not (everything or id(param) in places):
+        of_all = bool(places) and isinstance(optimizer, torch.optim.LBFGS)
+        if not isinstance(param, Tensor) or not (of_all or id(param) in places):
             continue
         for key, value in state.items() if isinstance(state, dict) else [("", state)]:
-            if found := _misfit(value, param.shape):
+            if misfit := _misfit(value, param.shape):
                 name = places[id(param)][0] if id(param) in places else "the network"
                 return (
-                    f"{type(optimizer).__name__}'s {key!r} of {name} is {found}, the parameter {tuple(param.shape)}: "
+                    f"{type(optimizer).__name__}'s {key!r} of {name} is {misfit}, the parameter {tuple(param.shape)}: "
                     "growlab cannot carry it through growth"
                 )
     return ""
@@ -290,14 +290,15 @@ def _cannot_follow(optimizer: Any, places: Mapping[int, tuple[str, Tensor]]) -> 
 
 def running_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     """Return the optimizer's running means of gradients, by parameter; parameters without one are left out."""
-    found: dict[Tensor, Tensor] = {}
-    for group in optimizer.param_groups:
+    means: dict[Tensor, Tensor] = {}
+    for group in getattr(optimizer, "param_groups", ()):
         for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items() if isinstance(state, dict) else ():
                 shaped = isinstance(value, Tensor) and value.shape == parameter.shape
                 if shaped and _power(optimizer, key) == 1:
-                    found.setdefault(parameter, value)
-    return found
+                    means.setdefault(parameter, value)
+    return means
 
 
 # Meaning of state ----------------------------------------------------------------------------------------
@@ -306,57 +307,58 @@ def running_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 def _power(optimizer: Optimizer, key: str) -> int | None:
     """Return the power of the gradient that state of this name scales with; None if unknown."""
     if isinstance(optimizer, torch.optim.RMSprop) and key == "momentum_buffer":
-        # It accumulates gradients that are already divided by their root mean square.
+        # It accumulates gradients already divided by their root mean square.
         return 0
     if key in POWERS:
         return POWERS[key]
-    # Other libraries use similar names: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...
+    # Similar names of other libraries: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...
     if key.endswith(("_sq", "_var")) or "square" in key or "variance" in key:
         return 2
     return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) or key.endswith("_grad") else None
 
 
 def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
-    """Names of state, in other libraries' optimizers, that stores weights, and of state that is positive everywhere.
+    """Names of state of unknown meaning that stores weights, and of such state that is positive everywhere.
 
-    State that stores present or past weights is recognised by its cosine with the parameters. Positive state is a scale
-    or a rate, such as a preconditioner initialised with ones, for which 0 may be invalid.
+    Stored present or past weights are recognised by their cosine with the parameters. Positive state is a scale or a
+    rate, such as a preconditioner initialised with ones, for which 0 may be invalid.
     """
-    found: dict[str, list[Tensor]] = {}
+    sums_by_key: dict[str, list[Tensor]] = {}
 
     def note(param: Tensor, key: str, value: Tensor) -> Tensor:
-        if _power(optimizer, key) is None and value.numel() and value.dtype is not torch.bool:
+        # A step counter has the shape of a scalar parameter, and a cosine of two numbers shows nothing.
+        if _power(optimizer, key) is None and param.dim() and value.numel() and value.dtype is not torch.bool:
             one, other = (
                 (torch.view_as_real(t) if t.is_complex() else t).float() for t in map(whole, (value, param.detach()))
             )
             sums = (one * other).sum(), one.square().sum(), other.square().sum(), one.amin().sign().float()
-            found.setdefault(key, []).append(torch.stack(sums).cpu())
+            sums_by_key.setdefault(key, []).append(torch.stack(sums).cpu())
         return value
 
     state = getattr(optimizer, "state", {})
-    known = [(param, kept, "") for param, kept in state.items() if isinstance(param, Tensor)]
-    for param, kept, name in (*known, *_kept_by_parameter(optimizer)):
+    of_params = [(param, kept, "") for param, kept in state.items() if isinstance(param, Tensor)]
+    for param, kept, name in (*of_params, *_kept_by_parameter(optimizer)):
         _mapped(kept, param.shape, param.shape, partial(note, param), name)
     copies, positive = {"ax"} if isinstance(optimizer, torch.optim.ASGD) else set(), set()
-    for key, several in found.items():
-        product, *squares, _ = torch.stack(several).sum(0).tolist()
+    for key, sums in sums_by_key.items():
+        product, *squares, _ = torch.stack(sums).sum(0).tolist()
         if product > _SIMILAR * (squares[0] * squares[1]) ** 0.5 > 0:
             copies.add(key)
-        if all(one[3] > 0 for one in several):
+        if all(of_param[3] > 0 for of_param in sums):
             positive.add(key)
     return copies, positive
 
 
 def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-    """Map a stored copy of weights, so that its difference from them is scaled like them, and is 0 at new entries."""
+    """Map a stored copy of weights: its difference from the weights is scaled like them, and 0 at new entries."""
     old, new = place(before.to(kept)), after.to(kept)
     scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
     ratio = new / old
-    # For zero weights, and small ones with added noise, the scale of the whole tensor is more reliable.
+    # For weights of zero, and small ones with added noise, the scale of the whole tensor is more reliable.
     return new + place(kept - before.to(kept)) * torch.where((ratio - scale).abs() <= scale.abs(), ratio, scale)
 
 
-def _begins_with(optimizer: Optimizer, key: str, settings: Mapping[str, Any]) -> float:
+def _initial(optimizer: Optimizer, key: str, settings: Mapping[str, Any]) -> float:
     """Return the initial value of state of this name, before the first step."""
     setting = ""
     if isinstance(optimizer, torch.optim.Rprop) and key == "step_size":
@@ -370,7 +372,7 @@ def _begins_with(optimizer: Optimizer, key: str, settings: Mapping[str, Any]) ->
 
 
 def _mapped(value: Any, shape: torch.Size, new_shape: torch.Size, change: Change, key: str = "") -> Any:
-    """Copy a parameter's state, and replace tensors of the parameter's shape, and the shape itself, in its containers.
+    """Copy a parameter's state with tensors of the parameter's shape changed, and the shape itself replaced.
 
     `change` is called with the innermost name of a tensor (`key` for `value` itself) and the tensor.
     """
@@ -399,7 +401,7 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def _misfit(value: Any, shape: torch.Size) -> str:
-    """Return the shape or class, in words, that `_mapped` could not bring to another shape, or "".
+    """Describe a value by its shape or class if `_mapped` cannot map it to another shape, else return "".
 
     Single numbers fit any parameter; objects that contain tensors or arrays may depend on their shapes.
     """
@@ -407,13 +409,13 @@ def _misfit(value: Any, shape: torch.Size) -> str:
         return "" if value.shape == shape or value.numel() <= 1 else str(tuple(value.shape))
     if isinstance(value, (dict, list, tuple, deque)):
         items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
-        return next((found for one in items if (found := _misfit(one, shape))), "")
+        return next((misfit for item in items if (misfit := _misfit(item, shape))), "")
     arrays = (isinstance(one, Tensor) or hasattr(one, "__array_interface__") for one in _nested(value, True))
     return type(value).__name__ if any(arrays) else ""
 
 
 def tensors_within(value: Any, objects: bool = True) -> Iterator[Tensor]:
-    """Iterate over all tensors in a value and its containers, and with `objects` in attributes of others, in order."""
+    """Iterate over all tensors in a value and its containers, in order, and with `objects` in attributes of objects."""
     return (one for one in _nested(value, objects) if isinstance(one, Tensor))
 
 
@@ -438,17 +440,15 @@ def _nested(value: Any, objects: bool, seen: set[int] | None = None) -> Iterator
         yield from _nested(one, objects, seen)
 
 
-# Containers besides the groups' parameters ----------------------------------------------------------------
+# Containers other than the groups' parameters --------------------------------------------------------------
 
 
-def _kept(parameter: Tensor, value: Any, name: str) -> Any:
-    return value
+def replace_in_groups(
+    optimizer: Any, replaced: Mapping[int, Tensor], moved: Moved = lambda parameter, value, name: value
+) -> None:
+    """Replace parameters, by their `id`, in an optimizer's groups and its other containers.
 
-
-def replace_in_groups(optimizer: Any, replaced: Mapping[int, Tensor], moved: Moved = _kept) -> None:
-    """Replace parameters, by their `id`, in an optimizer's groups, and in the containers that it keeps besides.
-
-    `moved` is applied to values of dictionaries whose keys are replaced.
+    `moved` is applied to the values of dictionaries whose keys are replaced.
     """
     # A wrapper of another optimizer shares its groups, which may be updated already.
     for group in getattr(optimizer, "param_groups", ()):
@@ -459,7 +459,7 @@ def replace_in_groups(optimizer: Any, replaced: Mapping[int, Tensor], moved: Mov
 
 
 def inside(holder: Any) -> Iterator[Optimizer]:
-    """Optimizers wrapped by another one or any object: its attributes, or in lists and dictionaries there."""
+    """Iterate over the optimizers in an object's attributes, and in lists and dictionaries there, as in a wrapper."""
     for value in getattr(holder, "__dict__", {}).values():
         values = value.values() if isinstance(value, dict) else value
         for one in values if isinstance(value, (list, tuple, dict)) else (value,):
@@ -476,11 +476,11 @@ def keeps_elsewhere(optimizer: Optimizer, wanted: Container[int]) -> str:
 
 
 def cannot_replace(optimizer: Optimizer, wanted: Container[int]) -> str:
-    """Describe the optimizer's container that would not fit other shapes of the parameters with these `id`s, or ""."""
+    """Describe a container that would not fit other shapes of the parameters with these `id`s; "" if all would."""
     for parameter, kept, name in _kept_by_parameter(optimizer):
-        if id(parameter) in wanted and (found := _misfit(kept, parameter.shape)):
+        if id(parameter) in wanted and (misfit := _misfit(kept, parameter.shape)):
             return (
-                f"{type(optimizer).__name__} holds {found} of a parameter {tuple(parameter.shape)} in {name!r}, which "
+                f"{type(optimizer).__name__} has {misfit} for a parameter {tuple(parameter.shape)} in {name!r}, which "
                 "growlab cannot carry through growth"
             )
     groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
@@ -502,18 +502,18 @@ def cannot_replace(optimizer: Optimizer, wanted: Container[int]) -> str:
 
 
 def _by_size(container: dict[Any, Any], wanted: Container[int]) -> bool:
-    placed = [
-        _is_size(key, one)
+    by_size = [
+        _is_size(key, tensor)
         for key, kept in container.items()
-        for one in tensors_within(kept, objects=False)
-        if id(one) in wanted
+        for tensor in tensors_within(kept, objects=False)
+        if id(tensor) in wanted
     ]
     # A single key that equals a size may be another number by chance.
-    return bool(placed) and all(placed)
+    return bool(by_size) and all(by_size)
 
 
 def _resembles(container: Any, params: Sequence[Tensor], own: Container[int]) -> bool:
-    """Return True if a container has, for each parameter in order, tensors of its shape, such as state by name."""
+    """Return True if a container has tensors of the parameters' shapes in their order, such as state by name."""
     if isinstance(container, dict) and any(isinstance(key, Tensor) for key in container):
         return False
     values = container.values() if isinstance(container, dict) else container
@@ -525,7 +525,7 @@ def _resembles(container: Any, params: Sequence[Tensor], own: Container[int]) ->
 
 
 def _joins(value: Any, params: Sequence[Tensor], own: Container[int]) -> bool:
-    """Return True if a vector has as many elements as several parameters together."""
+    """Return True if a vector in the value has as many elements as all parameters together."""
     size = sum(param.numel() for param in params)
     vectors = [one for one in tensors_within(value, objects=False) if one.shape == (size,) and id(one) not in own]
     return len(params) > 1 and bool(vectors)
@@ -534,18 +534,18 @@ def _joins(value: Any, params: Sequence[Tensor], own: Container[int]) -> bool:
 def _elsewhere(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (container, name, value) of attributes and of entries of groups and state that torch does not define."""
     if isinstance(optimizer, Regional):
-        # Growlab's optimizers get their parameters by `set_regions`.
+        # Growlab's optimizers are updated by `set_regions`.
         return
     for group in getattr(optimizer, "param_groups", ()):
         yield from ((group, name, value) for name, value in list(group.items()) if name != "params")
     state = getattr(optimizer, "state", {})
     yield from ((state, name, value) for name, value in list(state.items()) if not isinstance(name, Tensor))
-    known = vars(optimizer)
-    yield from ((known, name, value) for name, value in list(known.items()) if name not in _KNOWN)
+    attributes = vars(optimizer)
+    yield from ((attributes, name, value) for name, value in list(attributes.items()) if name not in _KNOWN)
 
 
 def _kept_by_parameter(optimizer: Optimizer) -> Iterator[tuple[Tensor, Any, str]]:
-    """Yield (parameter, value, name) of all dictionaries keyed by parameter that an optimizer keeps itself."""
+    """Yield (parameter, value, name) of all dictionaries keyed by parameter other than `state`."""
     for _, name, value in _elsewhere(optimizer):
         for container in _containers(value):
             for key, kept in container.items() if isinstance(container, dict) else ():
@@ -569,8 +569,8 @@ def _exchanged(value: Any, replaced: Mapping[int, Tensor], moved: Moved, name: s
         pairs = []
         for key, kept in value.items():
             new = _exchanged(kept, replaced, moved, name, seen)
-            known = isinstance(key, Tensor) and id(key) in replaced
-            pairs.append((replaced[id(key)], moved(key, new, name)) if known else (key, new))
+            is_replaced = isinstance(key, Tensor) and id(key) in replaced
+            pairs.append((replaced[id(key)], moved(key, new, name)) if is_replaced else (key, new))
         items, after = pairs, [one for pair in pairs for one in pair]
     else:
         before = list(value)
@@ -589,7 +589,7 @@ def _exchanged(value: Any, replaced: Mapping[int, Tensor], moved: Moved, name: s
 
 def _is_size(key: Any, tensor: Tensor) -> bool:
     if isinstance(key, tuple):
-        # Perhaps together with other keys, such as a dtype.
+        # The size may be part of a key, together with a dtype for example.
         return key == tuple(tensor.shape) or any(isinstance(one, torch.Size) for one in key)
     return isinstance(key, int) and tensor.numel() > 1 and key == tensor.numel()
 
@@ -601,12 +601,12 @@ def named_state(optimizer: Optimizer, network: nn.Module) -> dict[str, Any]:
     """Copy an optimizer's state to the CPU, in plain containers, by the names of a network's parameters.
 
     Args:
-        optimizer: any.
+        optimizer: any optimizer.
         network: the network that it trains; state of other parameters is left out.
 
     Returns:
-        "class": the optimizer's class; "state": state by parameter name; "entries": state of no parameter. It can be
-        read from a file with `torch.load(weights_only=True)`.
+        "class": the optimizer's class; "state": state by parameter name; "entries": state of no parameter. A file of it
+        can be read with `torch.load(weights_only=True)`.
 
     Raises:
         ValueError: state contains an object other than tensors, numbers and plain containers.

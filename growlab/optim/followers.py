@@ -29,19 +29,20 @@ from growlab.optim.carry import (
 )
 from growlab.optim.muon import Muon
 from growlab.optim.regional import Regional
+from growlab.optim.settings import set_params
 from growlab.widths import Carry, WidthGraph
 from growlab.widths.unchanged import is_overwritten
 
 log = logging.getLogger(__name__)
 
-# Attributes of torch's Optimizer with its hooks; a wrapper of another optimizer may delegate to that one's.
+# Attributes of torch's Optimizer with its hooks; a wrapper may delegate to those of the optimizer inside.
 _STEP_HOOKS, _LOAD_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks"
 
 
 class Followers:
     """Optimizers of a growing network, kept by weak references.
 
-    The Grower's `on_step` is called around the steps of the network's optimizer, the last one added if there are
+    The Grower's `on_step` is called around the steps of the network's optimizer: of the last one added if there are
     several.
     """
 
@@ -62,50 +63,54 @@ class Followers:
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     @property
-    def _run(self) -> Any:
+    def _grower(self) -> Any:
         return self._owner()
 
     def add(self, optimizer: Optimizer, inheritance: Inheritance, announced: bool = False) -> None:
-        """Add an optimizer; replace parameters that the network had before an event by the present ones.
+        """Add an optimizer, and replace its parameters from before an event by the network's present ones.
 
-        Parameters of blocks that are not inserted at present are removed from it. With `announced`, the loop itself
-        calls `before_step` once gradients are computed.
+        Parameters of blocks that are not in the network at present are removed. With `announced`, the loop itself calls
+        `before_step` once gradients are computed.
         """
-        now = dict(self._run.network.named_parameters())
+        now = dict(self._grower.network.named_parameters())
         past = {key: name for key, (parameter, name) in self._past.items() if parameter() is not None}
         replace_parameters(optimizer, {key: now[name] for key, name in past.items() if name in now})
         remove_parameters(optimizer, {key for key, name in past.items() if name not in now})
         if not any(known is optimizer for known in self.optimizers):
-            # A loop that announces all its optimizers may include those of other networks, as in a GAN.
-            if not announced and not _has_any(optimizer, now.values()):
+            # A loop that announces all its optimizers may include those of other networks, as in a GAN. A wrapper
+            # without groups has an optimizer inside, which is added too.
+            if not announced and hasattr(optimizer, "param_groups") and not _has_any(optimizer, now.values()):
                 log.warning(
                     "%s contains no parameter of the growing network: is it the optimizer of another network?",
                     type(optimizer).__name__,
                 )
             self._known.append(weakref.ref(optimizer))
-            if announced:
-                self._announced.add(id(optimizer))
+            # A deleted optimizer may have had the same id.
+            self._pending.pop(id(optimizer), None)
+            (self._announced.add if announced else self._announced.discard)(id(optimizer))
             self._listen(optimizer)
         self._inheritance[id(optimizer)] = inheritance
         self.update_regions(optimizer)
 
     def _listen(self, optimizer: Optimizer) -> None:
-        """Register hooks on an optimizer, if it supports them: wrappers of other optimizers may not."""
+        """Register hooks on an optimizer, if it supports them: wrappers may not."""
         if _STEP_HOOKS in vars(optimizer):
             if id(optimizer) not in self._announced:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
-            if normalises(optimizer) and is_known(optimizer):
+            modules = (kind.__module__ for kind in type(optimizer).__mro__ if kind is not Optimizer)
+            # Only torch's and growlab's classes, and those derived from them.
+            if normalises(optimizer) and any(m.startswith(("torch.optim.", "growlab.optim.")) for m in modules):
                 self._handles += Compensated(optimizer, self._owner).handles
             self._handles.append(optimizer.register_step_post_hook(partial(self._step, True)))
         if _LOAD_HOOKS in vars(optimizer):
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._wait_for_network))
 
     def check(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-        """Raise a ValueError before a growth event if an optimizer has state that cannot follow."""
-        graph = self._run.graph
+        """Raise a ValueError before a growth event if an optimizer's state cannot be carried."""
+        graph = self._grower.graph
         places = {
             id(parameter): (name, parameter)
-            for name, parameter in self._run.network.named_parameters()
+            for name, parameter in self._grower.network.named_parameters()
             # An event may rescale any parameter.
             if name in graph.axes and dict(before) != dict(after)
         }
@@ -122,19 +127,19 @@ class Followers:
     ) -> None:
         """Carry all optimizers, and accumulated gradients, through a growth event; see `growlab.optim.follow`.
 
-        State of other networks' parameters is unchanged. `graph` has the event's groups; None: the Grower's.
+        State of other networks' parameters is unchanged. `graph` has the event's groups; None: the Grower's graph.
 
         Raises:
-            ValueError: an optimizer has state that cannot follow.
+            ValueError: an optimizer's state cannot be carried.
         """
-        network, graph = self._run.network, graph or self._run.graph
+        network, graph = self._grower.network, graph or self._grower.graph
         _drop_overwritten(old for old, _ in replaced.values())
         _drop_overwritten(network.parameters())
         own = {id(old) for old, _ in replaced.values()} | {id(p) for p in network.parameters()}
         done = dict[int, tuple[Any, Any]]()
         for optimizer in self.optimizers:
             state = getattr(optimizer, "state", {})
-            others = {p: of_it for p, of_it in state.items() if id(p) not in own}
+            others = {param: entries for param, entries in state.items() if id(param) not in own}
             inheritance = self._inheritance[id(optimizer)]
             follow_once(optimizer, replaced, (graph, before, after), inheritance, carry, done)
             state.update(others)
@@ -152,27 +157,27 @@ class Followers:
                 parameter.grad.mul_(carry.every)
         self.forget({name: old for name, (old, _) in replaced.items()})
 
-    # State must be usable in training even if it is called under inference mode.
+    # State made in inference mode could not be trained.
     @torch.inference_mode(False)
     def rescale(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Rescale state and gradients of parameters, by name, by factors on a parameter and on its gradient."""
-        named = dict(self._run.network.named_parameters())
-        own: dict[Tensor, tuple[Tensor, Tensor]] = {
+        """Rescale state and gradients by factors on a parameter and on its gradient, given by the parameter's name."""
+        named = dict(self._grower.network.named_parameters())
+        by_parameter: dict[Tensor, tuple[Tensor, Tensor]] = {
             named[name]: factor for name, factor in factors.items() if name in named
         }
-        # Wrappers share the state of what they wrap.
-        for optimizer in {id(one.state): one for one in self.optimizers if hasattr(one, "state")}.values():
-            rescale_state(optimizer, own)
-        _drop_overwritten(own)
-        for parameter, (_, gradient) in own.items():
+        # Wrappers share the state of the optimizer inside.
+        for optimizer in {id(o.state): o for o in self.optimizers if hasattr(o, "state")}.values():
+            rescale_state(optimizer, by_parameter)
+        _drop_overwritten(by_parameter)
+        for parameter, (_, gradient) in by_parameter.items():
             if parameter.grad is not None:
                 # Sparse gradients do not broadcast.
                 scaled = parameter.grad * replicated(gradient, parameter).expand_as(parameter)
                 parameter.grad = laid_out(scaled, parameter)
 
     def exchange(self, past: Mapping[str, Tensor]) -> None:
-        """Exchange the `past` parameters, by name, after the network was resized to load a checkpoint."""
-        now = dict(self._run.network.named_parameters())
+        """Replace the `past` parameters, by name, after the network was resized to load a checkpoint."""
+        now = dict(self._grower.network.named_parameters())
         replaced = {id(old): now[name] for name, old in past.items() if name in now and old is not now[name]}
         for optimizer in self.optimizers:
             changed = past.keys() != now.keys() and _has_any(optimizer, past.values())
@@ -186,19 +191,18 @@ class Followers:
         self.forget(past)
 
     def _wait_for_network(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Defer loading a state for a different number of parameters until the network has that many."""
+        """Defer loading state of another number of parameters until the network has that many."""
         self._pending.pop(id(optimizer), None)
-        now = optimizer.state_dict()
-        saved, own = _sizes(state), _sizes(now)
-        owner = self._owner()
+        current, owner = optimizer.state_dict(), self._owner()
+        saved, own = _sizes(state), _sizes(current)
         if owner is None or not owner.parts or saved == own or len(saved) != len(own):
             return None
         self._pending[id(optimizer)] = state
-        return now
+        return current
 
     def forget(self, past: Mapping[str, Tensor]) -> None:
-        """Record which of these parameters, by name, are no longer the network's."""
-        now = dict(self._run.network.named_parameters())
+        """Record which of these parameters, by name, the network no longer has."""
+        now = dict(self._grower.network.named_parameters())
         self._past = {key: known for key, known in self._past.items() if known[0]() is not None}
         gone = {name: old for name, old in past.items() if old is not now.get(name)}
         self._past |= {id(old): (weakref.ref(old), name) for name, old in gone.items()}
@@ -207,43 +211,46 @@ class Followers:
         """Set the regions of a growlab optimizer, and the rate scale of output layers."""
         if not isinstance(optimizer, Regional) or optimizer.rule is None:
             return
-        run = self._run
-        named, scales = dict(run.network.named_parameters()), dict[Tensor, float]()
-        for layer in [layer for layer in run.graph.layers if layer.is_output and optimizer.divide_output_lr_by_fan_in]:
-            scale = 1.0 / run.graph.fan_in(layer, run.seed_widths)
+        grower = self._grower
+        named, scales = dict(grower.network.named_parameters()), dict[Tensor, float]()
+        for layer in [
+            layer for layer in grower.graph.layers if layer.is_output and optimizer.divide_output_lr_by_fan_in
+        ]:
+            scale = 1.0 / grower.graph.fan_in(layer, grower.seed_widths)
             scales |= {named[name]: scale for name in (layer.weight, *layer.emitters) if name in named}
-        optimizer.set_regions({named[name]: region for name, region in run.regions().items()}, scales)
+        optimizer.set_regions({named[name]: region for name, region in grower.regions().items()}, scales)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the optimizers' running means of gradients, by parameter name."""
-        names: dict[Tensor, str] = {p: name for name, p in self._run.network.named_parameters()}
-        found = {p: mean for optimizer in self.optimizers for p, mean in running_gradients(optimizer).items()}
-        return {names[parameter]: mean for parameter, mean in found.items() if parameter in names}
+        names: dict[Tensor, str] = {p: name for name, p in self._grower.network.named_parameters()}
+        means = {p: mean for optimizer in self.optimizers for p, mean in running_gradients(optimizer).items()}
+        return {names[parameter]: mean for parameter, mean in means.items() if parameter in names}
 
     def normalised(self) -> frozenset[str]:
         """Names of parameters whose optimizers normalise gradients: all except those known not to."""
-        stepped, others = set[int](), set[int]()
-        for one in self.optimizers:
-            (stepped if normalises(one) else others).update(map(id, _parameters(one)))
+        normalised, others = set[int](), set[int]()
+        for optimizer in self.optimizers:
+            (normalised if normalises(optimizer) else others).update(map(id, _parameters(optimizer)))
         # A wrapper of SGD, such as Lookahead, has the same parameters.
-        stepped -= others
-        return frozenset(name for name, p in self._run.network.named_parameters() if id(p) in stepped)
+        normalised -= others
+        return frozenset(name for name, p in self._grower.network.named_parameters() if id(p) in normalised)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Call the owner's `on_step` before a step of an announced optimizer."""
-        self._step(False, optimizer)
+        """Call the parts' and the owner's hooks before a step of an announced optimizer; others call them in `step`."""
+        if id(optimizer) in self._announced:
+            self._step(False, optimizer)
 
     def rebind(self, owner: Any, memo: dict[int, Any]) -> None:
         """Attach copies of the optimizers to a copy of the Grower, in the `copy.deepcopy` with this memo."""
         self._owner, followers = weakref.ref(owner), self.optimizers
-        about, pending = self._inheritance, self._pending
+        inheritance, pending = self._inheritance, self._pending
         self._known, self._handles, self._past, self._inheritance, self._pending = [], [], {}, {}, {}
-        for known in followers:
+        for original in followers:
             # Hooks of an optimizer are not copied.
-            own = copy.deepcopy(known, memo)
-            self.add(own, about[id(known)], id(known) in self._announced)
-            if id(known) in pending:
-                self._pending[id(own)] = pending[id(known)]
+            twin = copy.deepcopy(original, memo)
+            self.add(twin, inheritance[id(original)], id(original) in self._announced)
+            if id(original) in pending:
+                self._pending[id(twin)] = pending[id(original)]
 
     def release(self) -> None:
         """Remove the hooks of all optimizers, and forget them."""
@@ -252,7 +259,7 @@ class Followers:
         self._handles, self._known, self._pending = [], [], {}
 
     def check_loaded(self) -> None:
-        """Raise a UserError if an optimizer was given a state that waits for a network of that many parameters."""
+        """Raise a UserError if an optimizer has loaded state of more or fewer parameters than it now has."""
         for optimizer in self.optimizers:
             if (pending := self._pending.get(id(optimizer))) is not None:
                 raise UserError(
@@ -275,19 +282,19 @@ class Followers:
         if len(self._known) == 1:
             return self._known[0]()
         # A wrapper without hooks does not report its steps.
-        hooked = (one for one in reversed(self.optimizers) if _STEP_HOOKS in vars(one))
-        return next((one for one in hooked if _has_any(one, self._run.network.parameters())), None)
+        hooked = (o for o in reversed(self.optimizers) if _STEP_HOOKS in vars(o))
+        return next((o for o in hooked if _has_any(o, self._grower.network.parameters())), None)
 
 
 def _drop_overwritten(parameters: Iterable[Tensor]) -> None:
-    """Remove gradients that a later run of a CUDA graph has overwritten."""
+    """Remove gradients that a later replay of a CUDA graph has overwritten."""
     for parameter in parameters:
         if parameter.grad is not None and is_overwritten(parameter.grad):
             parameter.grad = None
 
 
 def _rows_of(gradient: Tensor, sparse: Tensor) -> Tensor:
-    """Convert a dense gradient to a sparse one with the indices of another; an embedding keeps its rows."""
+    """Convert a dense gradient to a sparse one with the indices of another: an embedding's rows do not change."""
     indices = sparse.coalesce().indices()
     values = gradient[tuple(indices)]
     return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=True, is_coalesced=True)
@@ -299,7 +306,7 @@ def _sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def copy_state(optimizer: Optimizer, sources: Mapping[Tensor, Tensor]) -> None:
-    """Copy optimizer state to parameters (the keys of `sources`) from their originals (its values)."""
+    """Copy optimizer state to the keys of `sources`, new parameters, from its values, their originals."""
     for parameter, source in sources.items():
         if source in optimizer.state:
             optimizer.state[parameter] = copy.deepcopy(optimizer.state[source])
@@ -315,11 +322,11 @@ def _has_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
-    """Replace an optimizer's parameters, by their `id`, by those of a network that was resized to load a checkpoint.
+    """Replace an optimizer's parameters, by their `id`, after their network was resized to load a checkpoint.
 
-    State that fits the new parameter is kept (the optimizer's state was loaded before the network); other state belongs
-    to the old one and is removed. A tensor fits if each of its dimensions has length 1 or that of a dimension of the
-    parameter, as in Adafactor's rows and columns.
+    State that fits the new parameter is kept, since the optimizer may have loaded it before the network; other state
+    belongs to the old one and is removed. A tensor fits if each of its dimensions has length 1 or that of a dimension
+    of the parameter, as in Adafactor's rows and columns.
 
     Raises:
         UserError: other containers of the optimizer would not fit the new parameters.
@@ -337,7 +344,7 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> 
 def remove_parameters(optimizer: Optimizer, absent: Container[int]) -> None:
     """Remove the parameters with these `id`s from an optimizer's groups and its state."""
     for group in getattr(optimizer, "param_groups", ()):
-        group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in absent]
+        set_params(group, [parameter for parameter in group["params"] if id(parameter) not in absent])
     state = getattr(optimizer, "state", {})
     for parameter in [parameter for parameter in state if id(parameter) in absent]:
         del state[parameter]
@@ -347,55 +354,56 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
     """Add a network's new parameters to its optimizer, and sort each group in the network's order.
 
     The order is then that of an optimizer made for the present network. With several groups, a new parameter joins the
-    group of the parameters whose names differ from its name only in numbers: `layers.3.norm.weight` that of
+    group of parameters whose names differ from its name only in numbers: `layers.3.norm.weight` joins that of
     `layers.0.norm.weight`.
 
     Raises:
-        UserError: it has several groups, and names do not determine the group of a new parameter; or it keeps
-            parameters outside of its groups too.
+        UserError: names do not determine the group of a new parameter, or the optimizer keeps parameters outside of its
+            groups too.
     """
     known = {id(p) for p in (*past.values(), *now.values())}
     if name := keeps_elsewhere(optimizer, known):
         raise UserError(
-            f"{type(optimizer).__name__} keeps parameters in {name!r} too: growlab cannot tell which of those that "
-            "come in while the network trains belong there."
+            f"{type(optimizer).__name__} keeps parameters in {name!r} too: growlab cannot know which of the parameters "
+            "that are inserted during training belong there."
         )
     groups = optimizer.param_groups
-    home = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     # While the network is loading, an optimizer may have its present parameters already.
-    places = {name: home.get(id(now.get(name)), home.get(id(past[name]))) for name in past}
-    if len(groups) == 1 and None not in places.values():
+    past_groups = {name: group_of.get(id(now.get(name)), group_of.get(id(past[name]))) for name in past}
+    if len(groups) == 1 and None not in past_groups.values():
         members = [list(now.values())]
     else:
-        members = _by_group(places, now, len(groups), type(optimizer).__name__)
+        members = _by_group(past_groups, now, len(groups), type(optimizer).__name__)
+    names = {id(p): name for name, p in now.items()}
     for group, own in zip(groups, members, strict=True):
-        group["params"][:] = [*own, *(p for p in group["params"] if id(p) not in known)]
+        set_params(group, [*own, *(p for p in group["params"] if id(p) not in known)], names)
     remove_parameters(optimizer, known - {id(p) for p in now.values()})
 
 
 def _by_group(
-    places: Mapping[str, int | None], now: Mapping[str, Tensor], num_groups: int, optimizer: str
+    past_groups: Mapping[str, int | None], now: Mapping[str, Tensor], num_groups: int, optimizer: str
 ) -> list[list[Tensor]]:
-    """Assign parameters to groups by their names and the groups of the previous ones (None: not in the optimizer)."""
+    """Assign parameters to groups, by the groups of previous ones of similar names (None: not in the optimizer)."""
     kinds: dict[str, set[int | None]] = {}
-    for name, index in places.items():
+    for name, index in past_groups.items():
         kinds.setdefault(re.sub(r"\d+", "*", name), set()).add(index)
     members: list[list[Tensor]] = [[] for _ in range(num_groups)]
     for name, parameter in now.items():
-        choices = {places[name]} if name in places else kinds.get(re.sub(r"\d+", "*", name), set())
+        choices = {past_groups[name]} if name in past_groups else kinds.get(re.sub(r"\d+", "*", name), set())
         indices = choices - {None} or ({0} if num_groups == 1 else set())
         if len(choices) != 1 and len(indices) == 1:
-            # New, or some of this kind are frozen.
+            # A new name, or one of which some parameters are frozen.
             choices = indices if parameter.requires_grad else {None}
         if len(choices) != 1:
             raise UserError(
-                "parameters that come in while a network trains join the group of those of the same name; of "
-                f"{optimizer}'s {num_groups} groups {len(choices) or 'none'} hold parameters named like {name}: give "
+                "a parameter that is inserted during training joins the group of parameters of similar names; of "
+                f"{optimizer}'s {num_groups} groups {len(choices) or 'none'} have parameters named like {name}: give "
                 "it one group, or one for each kind of parameter."
             )
-        (own,) = choices
-        if own is not None:
-            members[own].append(parameter)
+        (index,) = choices
+        if index is not None:
+            members[index].append(parameter)
     return members
 
 
@@ -403,7 +411,7 @@ class Compensated:
     """Divide an optimizer's steps on weights by the multipliers that the network applies to them (`Grower.divisors`).
 
     If the network uses m W, a step d of an optimizer that normalises gradients then moves m W by d, as without a
-    multiplier. Decoupled weight decay, already proportional to W, is not divided:
+    multiplier. Decoupled weight decay is proportional to W already and is not divided:
 
         W <- (1 - decay) W + d / m
     """
@@ -436,14 +444,8 @@ class Compensated:
         self._before = []
 
 
-def is_known(optimizer: Optimizer) -> bool:
-    """True if an optimizer is torch's or growlab's, or derived from one of these."""
-    kinds = (kind.__module__ for kind in type(optimizer).__mro__ if kind is not Optimizer)
-    return any(module.startswith(("torch.optim.", "growlab.optim.")) for module in kinds)
-
-
 def _decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the share by which decoupled weight decay shortens weights in a step."""
-    always = isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Muon, Muon))
-    decoupled = group.get("decoupled_weight_decay", always)
+    """Return the fraction of a weight that decoupled weight decay removes in a step."""
+    by_default = isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Muon, Muon))
+    decoupled = group.get("decoupled_weight_decay", by_default)
     return float(group["lr"]) * float(group["weight_decay"]) if decoupled else 0.0

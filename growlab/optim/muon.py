@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private, but the only long part of Muon; tests compare with `torch.optim.Muon` bit for bit.
+# Private, but the longest part of Muon; tests compare with `torch.optim.Muon` bit for bit.
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.adamw import adamw
 
@@ -15,7 +15,7 @@ from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.settings import check_settings
 
-# Number of Newton-Schulz steps that torch rejects at the first step.
+# Least number of Newton-Schulz steps that torch rejects, only at the first step.
 _TOO_MANY = 100
 
 

@@ -11,21 +11,22 @@ from growlab.base.errors import UserError
 
 # Ratios of norms below this are not meaningful as rates; 0.056 is the smallest in measured runs.
 _SMALL = 1e-3
-_LOOK_EVERY = 100
+# Calls between two reads of the largest factor from a GPU.
+_READ_EVERY = 100
 
 
 class RateRule(Protocol):
-    """Protocol of rules that map the norms of a weight's regions to factors on the learning rate."""
+    """Protocol of rules: they map the norms of a weight's regions to factors on the learning rate."""
 
     def factors(self, norms_K: Tensor) -> Tensor:
         """Return factors [..., K] from the Frobenius norms [..., K] of the regions, oldest first.
 
-        Leading dimensions are weights; norms are padded with 0 for weights with fewer regions.
+        Leading dimensions enumerate weights, whose norms are padded with 0.
         """
 
 
 class BaseRate:
-    """Base rate for every region; Adam and AvaGrad still keep separate ages and normalisers (Table 9)."""
+    """Base rate for every region, though Adam and AvaGrad keep separate ages and normalisers (Table 9)."""
 
     def factors(self, norms_K: Tensor) -> Tensor:
         """Return factors [..., K] from the norms [..., K] of the regions, oldest first."""
@@ -36,8 +37,8 @@ class _Bounded:
     """Base of rules with an upper bound on factors, at least 1, and a warning when it first applies."""
 
     def __init__(self, max_factor: float) -> None:
-        given: Any = max_factor
-        if isinstance(given, bool) or not isinstance(given, Real) or not float(given) >= 1:
+        value: Any = max_factor
+        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 1:
             raise UserError(f"max_factor={max_factor!r} must be at least 1: it bounds the factors on the base rate.")
         self.max_factor = float(max_factor)
         self._calls, self._warned = 0, False
@@ -48,19 +49,19 @@ class _Bounded:
             self._warned = True
             warnings.warn(
                 f"{type(self).__name__} asks for {largest:.3g} times the base rate in a region of a weight and "
-                f"is limited to max_factor={self.max_factor:g}: the weight's regions differ much in norm.",
+                f"is limited to max_factor={self.max_factor:g}: the norms of the weight's regions differ much.",
                 stacklevel=3,
             )
         return factors_K.clamp(max=self.max_factor)
 
     def _largest(self, factors_K: Tensor) -> float:
-        """Return the largest factor; on a GPU, which would have to be waited for, mostly 0 or an earlier one."""
+        """Return the largest factor; on a GPU, to avoid synchronisation, mostly 0 or an earlier value."""
         self._calls += 1
         on_cpu = factors_K.device.type == "cpu"
-        if not factors_K.numel() or not (on_cpu or self._calls % _LOOK_EVERY == 1):
+        if not factors_K.numel() or not (on_cpu or self._calls % _READ_EVERY == 1):
             return 0.0
         earlier = self._copied
-        # The copy is read at the next look, when it has long arrived.
+        # An asynchronous copy, read _READ_EVERY calls later.
         self._copied = factors_K.nan_to_num(0.0).max().to("cpu", non_blocking=self._calls > 1)
         return float(self._copied if on_cpu or earlier is None else earlier)
 
@@ -69,12 +70,12 @@ class NormRatio(_Bounded):
     """Rate proportional to the region's norm: `||W_k|| / ||W_0||` (Eq. 5).
 
     **Departs from the paper** at both ends. The ratio is clamped to `max_factor`, also if the oldest region is zero.
-    Below 0.001 the factor rises again, linearly to 1 at 0: otherwise new weights that start at or near zero (GradMax)
-    would not move. A norm that is NaN gives NaN.
+    Below 0.001 the factor rises again, linearly to 1 at 0, since new weights that start at or near zero (GradMax) would
+    not move otherwise. A norm that is NaN gives NaN.
 
     Args:
-        max_factor: the largest factor, at least 1. The regions of growing from a quarter of the width have ratios of
-            at most sqrt(15) at equal variances; 0.056 to 3.3 in the runs on digits and CIFAR-10.
+        max_factor: the largest factor, at least 1. Growth from a quarter of the width gives ratios of at most sqrt(15)
+            at equal variances; in runs on digits and CIFAR-10 they were 0.056 to 3.3.
 
     Raises:
         UserError: `max_factor` is below 1.

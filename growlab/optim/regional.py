@@ -1,11 +1,11 @@
 """Base class of optimizers with a rate per region of a weight, whose steps run over pieces of weights.
 
-On a CPU an optimizer's step is memory-bound: the arithmetic is done piece by piece while a piece is in cache, and the
-norm for the next step is computed before it leaves. Rows of a weight that were added at the same stage are contiguous
-and have the same rates along the columns: such a run of rows, as a matrix, is a piece, and its rates are one row
-vector. If runs are short, a piece consists of several, its rates are a matrix, and its squares are summed by a product
-with a one-hot matrix. Elsewhere (GPUs, other memory layouts) a piece is a whole weight and its rates a tensor of its
-size, so that a step takes the same few kernels for any number of weights: see `Flat`.
+On a CPU an optimizer's step is memory-bound: it is computed piece by piece while a piece is in cache, together with the
+norm for the next step. Rows of a weight that were added at the same stage are contiguous and have the same rates along
+the columns: such a run of rows, as a matrix, is a piece, and its rates are one row vector. If runs are short, a piece
+has several of them, its rates are a matrix, and its squares are summed by a product with a one-hot matrix. Elsewhere
+(GPUs, other memory layouts) a piece is a whole weight and its rates a tensor of its size, so that a step takes the same
+few kernels for any number of weights: see `Flat`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from growlab.optim.rates import BaseRate, RateRule
@@ -23,13 +24,14 @@ from growlab.optim.settings import check_settings
 
 Update = Callable[..., None]
 _SAME = (torch.float32, torch.float64)
-_MOST_TOGETHER = 2**18  # elements: the temporaries of torch's foreach functions then fit in cache
+# Most elements for which torch's foreach functions are used: their temporaries then fit in cache.
+_MOST_TOGETHER = 2**18
 # Elements in a piece and in a batch of pieces. Measured on ResNet-18 (11.2 M parameters): 2^17 to 2^18 are best,
 # 2^15 is slower by operation overhead and 2^20 by leaving the cache.
 BLOCK_ELEMENTS = 2**18
 # Runs shorter than this on average share a piece: one operation over several is faster than several operations.
 _SHORT_RUN = 2**16
-# With more runs of rows than this (a fused qkv projection of many heads), operation overhead outweighs the cache.
+# With more runs than this (a fused qkv projection of many heads), operation overhead outweighs the cache.
 _MAX_RUNS = 64
 # Longer segments are cut: on a GPU a single block of threads sums a segment.
 _LONGEST = 4096
@@ -40,12 +42,12 @@ SumRows = tuple[Tensor, Tensor | None]
 class Regional(torch.optim.Optimizer):
     """Base of optimizers whose rate differs between the regions of a weight.
 
-    With d the update that the optimizer computes at its learning rate, a weight with regions moves by
+    With the update d that the optimizer computes at its learning rate, region k of a weight moves by
 
         W_k <- W_k + scale * factor_k * d_k,    factor_k = rule(||W_0||, ||W_1||, ...)_k
 
-    (Yuan et al. 2023, Eq. 5). The rate multiplies the update, so weight decay is scaled with it. Vectors (biases,
-    norm parameters) and tensors of no layer (embeddings, tables) keep the base rate. Parameters without regions, and
+    (Yuan et al. 2023, Eq. 5). The factor multiplies the whole update, weight decay included. Vectors (biases, norm
+    parameters) and tensors outside of layers (embeddings, tables) keep the base rate. Parameters without regions, and
     weights with a single one, are updated by torch's own function.
 
     Args:
@@ -54,30 +56,30 @@ class Regional(torch.optim.Optimizer):
         kwargs: arguments of torch's optimizer.
 
     Attributes:
-        divide_output_lr_by_fan_in: divide the rate of a network's output layers by their fan-in in the seed (Table 1:
-            1 / C_0); a Grower applies it when it sets regions.
+        divide_output_lr_by_fan_in: divide the rate of a network's output layers by their fan-in in the seed, C_0 (Table
+            1); a Grower does so when it sets regions.
     """
 
     divide_output_lr_by_fan_in: bool = False
 
     def __init__(self, *args: Any, rule: RateRule | None = None, **kwargs: Any) -> None:
-        # Before torch compares values of wrong types.
+        # First, since torch compares values of wrong types.
         check_settings(dict(zip(signature(super().__init__).parameters, args, strict=False)) | kwargs)
         super().__init__(*args, **kwargs)
-        # torch's fused steps unscale gradients inside the kernel, which a step by regions cannot do.
+        # A step by regions cannot unscale gradients, as torch's fused kernels do.
         self._step_supports_amp_scaling = False
         self.rule = rule
         self._regions: dict[Tensor, Regions] = {}
         self._scales: dict[Tensor, float] = {}
         self._pieces: dict[Tensor, Pieces] = {}
-        # By the first of the weights.
+        # By the first weight of each list.
         self._flat: dict[Tensor, Flat] = {}
-        # Likewise, what subclasses keep until regions change.
+        # Likewise: values that subclasses cache until regions change.
         self._kept: dict[Tensor, Any] = {}
         self._square_sums: dict[Tensor, tuple[int, int, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (
+        names = (
             "_rule",
             "_spares_one",
             "_regions",
@@ -85,7 +87,7 @@ class Regional(torch.optim.Optimizer):
             "_step_supports_amp_scaling",
             "divide_output_lr_by_fan_in",
         )
-        state = {name: self.__dict__[name] for name in own if name in self.__dict__}
+        state = {name: self.__dict__[name] for name in names if name in self.__dict__}
         return {**super().__getstate__(), **state, "_pieces": {}, "_flat": {}, "_kept": {}, "_square_sums": {}}
 
     @property
@@ -98,7 +100,7 @@ class Regional(torch.optim.Optimizer):
         if rule is not None and (isinstance(rule, type) or not hasattr(rule, "factors")):
             raise ValueError(f"rule={rule!r} must be a rate rule, such as growlab.optim.NormRatio(), or None.")
         self._rule = rule
-        # If a rule gives a single region the base rate, weights that never grew need no extra work.
+        # If the rule gives a single region the base rate, weights that never grew need no extra work.
         self._spares_one = rule is not None and bool((rule.factors(torch.tensor([2.0], device="cpu")) == 1.0).all())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -183,17 +185,17 @@ class Regional(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _foreach(self, group: dict[str, Any]) -> bool | None:
-        """Return the `foreach` argument for torch: True for parameters on a CPU that are few, dense and small.
+        """Return torch's `foreach` argument: True for small dense parameters on a CPU.
 
-        On a CPU results are the same in single and double precision (not in half), and faster for many small vectors.
-        Large tensors would need more memory.
+        On a CPU this is faster for many small vectors, with equal results in single and double precision (not in half);
+        large tensors would need more memory.
         """
         if group["foreach"] is not None or group["fused"] or group["differentiable"]:
             return group["foreach"]
         params = group["params"]
         dense = all(p.device.type == "cpu" and p.dtype in _SAME and not p.grad.is_sparse for p in params)
-        few = sum(p.numel() for p in params) <= _MOST_TOGETHER
-        return True if dense and few and not isinstance(group["lr"], Tensor) else None
+        small = sum(p.numel() for p in params) <= _MOST_TOGETHER
+        return True if dense and small and not isinstance(group["lr"], Tensor) else None
 
     def _step_regional(self, group: dict[str, Any], factors_PK: Tensor) -> None:
         """Update the group's parameters with rate factors [P, K], padded."""
@@ -208,18 +210,18 @@ class Regional(torch.optim.Optimizer):
         return regions.num_regions > 1 and not isinstance(self._rule, BaseRate)
 
     def _factors(self, params: Sequence[Tensor]) -> Tensor:
-        """Rate factors of regions, [P, K]; rows of parameters with fewer regions are padded."""
+        """Rate factors of parameters' regions, [P, K], padded."""
         assert self._rule is not None
         norms_PK = self._squares(params).sqrt_()
         device = norms_PK.device
         unrated = [i for i, p in enumerate(params) if not self._regions[p].has_rates(p)]
         if unrated:
-            rows = handed_over(torch.tensor(unrated, device="cpu"), device)
+            rows = to_device(torch.tensor(unrated, device="cpu"), device)
             norms_PK = norms_PK.index_fill(0, rows, 1.0)
         factors_PK = self._rule.factors(norms_PK)
         if self._scales:
             scales = torch.tensor([self._scales.get(p, 1.0) for p in params], dtype=factors_PK.dtype, device="cpu")
-            factors_PK = factors_PK * handed_over(scales, device)[:, None]
+            factors_PK = factors_PK * to_device(scales, device)[:, None]
         if unrated:
             factors_PK = factors_PK.index_fill(0, rows, 1.0)
         return factors_PK
@@ -227,10 +229,10 @@ class Regional(torch.optim.Optimizer):
     def _sweep(
         self, params: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], values_PK: Sequence[Tensor], update: Update
     ) -> None:
-        """Run an update over batches of pieces: `update(weights, *tensors, *values)`, lists of equal length.
+        """Run `update(weights, *tensors, *values)`, with lists of equal length, over batches of pieces, in place.
 
-        Either all `params` are cut into pieces or none. `tensors` are gradients and state, lists in the order of
-        `params`. `values_PK` are passed to `update` as rows that broadcast with the pieces. `update` works in place.
+        Either all `params` are cut into pieces or none. `tensors` are lists of gradients and state in the order of
+        `params`. `values_PK` are passed to `update` spread over the elements, in shapes that broadcast with the pieces.
         """
         values_PK = [values.to(params[0].device, params[0].dtype) for values in values_PK]
         if not self._is_cut(params[0]):
@@ -243,13 +245,13 @@ class Regional(torch.optim.Optimizer):
             lists.append([piece for cut, t in zip(cuts, entries, strict=True) for piece in cut.cut(t)])
         for values in values_PK:
             lists.append([row for cut, row_K in zip(cuts, values.unbind(0), strict=True) for row in cut.rates(row_K)])
-        watched = not isinstance(self._rule, BaseRate)
-        sum_rows = [row for cut in cuts for row in cut.sum_rows] if watched else []
+        needs_norms = not isinstance(self._rule, BaseRate)
+        sum_rows = [row for cut in cuts for row in cut.sum_rows] if needs_norms else []
         for part in batches([n for cut in cuts for n in cut.elements]):
             update(*(pieces[part] for pieces in lists))
-            if watched:
+            if needs_norms:
                 add_squares(lists[0][part], sum_rows[part])
-        if watched:
+        if needs_norms:
             for param, cut in zip(params, cuts, strict=True):
                 self._square_sums[param] = (param._version, param.data_ptr(), cut.take_sums())
 
@@ -258,7 +260,7 @@ class Regional(torch.optim.Optimizer):
         return [aligned(p.grad, p) for p in params if p.grad is not None]
 
     def _aligned_state(self, param: Tensor, key: str) -> Tensor:
-        """Return a state tensor with the strides of its parameter (one from a checkpoint may differ)."""
+        """Return a state tensor with the strides of its parameter; those of a checkpoint may differ."""
         state = self.state[param]
         state[key] = aligned(state[key], param)
         return state[key]
@@ -271,7 +273,7 @@ class Regional(torch.optim.Optimizer):
         return pieces
 
     def _is_cut(self, param: Tensor) -> bool:
-        """Return True if steps run over pieces of the parameter, False if they run over many whole ones at a time."""
+        """Return True if steps run over pieces of the parameter, False if over whole parameters."""
         if param.device.type != "cpu" or self.defaults.get("differentiable", False):
             return False
         return not self._cut(param).whole
@@ -287,12 +289,12 @@ class Regional(torch.optim.Optimizer):
         """Sums of squares of parameters' regions, [P, K], padded with 0.
 
         On a CPU, sums from the end of the last step are reused while the parameter's version counter and storage are
-        the same. Writes through `.data` are not counted and take effect one step later.
+        the same. Writes through `.data` do not change the version and take effect one step later.
         """
         if isinstance(self._rule, BaseRate):
-            most = max(self._regions[p].num_regions for p in params)
+            num_regions = max(self._regions[p].num_regions for p in params)
             dtype = torch.promote_types(params[0].dtype, torch.float32)
-            return torch.ones(len(params), most, dtype=dtype, device=params[0].device)
+            return torch.ones(len(params), num_regions, dtype=dtype, device=params[0].device)
         if not any(map(self._is_cut, params)):
             return self._flattened(params).square_sums(params)
         return pad_sequence([self._own_squares(p) for p in params], batch_first=True)
@@ -314,7 +316,7 @@ class Pieces:
     """Partition of a tensor, its gradient and its state into pieces, valid for the tensor's shape, strides and device.
 
     Attributes:
-        whole: the tensor is not partitioned, since its layout or the number of runs of rows does not suit pieces.
+        whole: the tensor is not partitioned, because of its layout or its number of runs of rows.
     """
 
     def __init__(self, tensor: Tensor, regions: Regions) -> None:
@@ -334,9 +336,9 @@ class Pieces:
         if self.whole:
             return
         longest = max(1, BLOCK_ELEMENTS // num_columns)
-        together = tensor.numel() < _SHORT_RUN * len(starts)
-        bounds = [0, len(rows)] if together else [*starts, len(rows)]
-        # The rows of `index_RI`: one for each run in each piece.
+        runs_are_short = tensor.numel() < _SHORT_RUN * len(starts)
+        bounds = [0, len(rows)] if runs_are_short else [*starts, len(rows)]
+        # First row of each run of each piece; `index_RI` has one row for each.
         first_rows: list[int] = []
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         # For each piece: the rows of `index_RI` for its runs, and the run of each of its rows.
@@ -351,23 +353,18 @@ class Pieces:
                 if len(own) == 1:
                     self._runs.append((here, None, None))
                     continue
-                run_of = (
-                    torch.searchsorted(
-                        torch.tensor(own, device="cpu"), torch.arange(row, last, device="cpu"), right=True
-                    )
-                    - 1
-                )
-                one_hot = torch.nn.functional.one_hot(run_of, len(own)).T.to(dtype).contiguous()
+                firsts, rows_of_piece = torch.tensor(own, device="cpu"), torch.arange(row, last, device="cpu")
+                run_of = torch.searchsorted(firsts, rows_of_piece, right=True) - 1
+                one_hot = F.one_hot(run_of, len(own)).T.to(dtype).contiguous()
                 self._runs.append((here, run_of, one_hot))
         self.elements = [size * num_columns for size in self.sizes]
         self.index_RI = regions.index_of(regions.rows_O[first_rows])
         self._inner = num_columns // len(regions.columns_I)
-        one_hot_of = torch.nn.functional.one_hot
         births, column_of = torch.unique(regions.columns_I, return_inverse=True)
-        self._columns = one_hot_of(column_of, len(births)).to(dtype)
+        self._columns = F.one_hot(column_of, len(births)).to(dtype)
         births_RC = torch.maximum(regions.rows_O[first_rows][:, None], births[None, :])
         both = torch.searchsorted(regions.stages, births_RC.flatten())
-        self._both = one_hot_of(both, regions.num_regions).to(dtype)
+        self._both = F.one_hot(both, regions.num_regions).to(dtype)
         self.column_sums = torch.zeros(len(first_rows), num_columns, dtype=dtype, device="cpu")
         self.sum_rows: list[SumRows] = [
             (self.column_sums[here] if one_hot is not None else self.column_sums[here.start], one_hot)
@@ -422,10 +419,10 @@ class Pieces:
 
 
 class Flat:
-    """Regions of many weights on one device as segments of one flat tensor of all their elements, in memory order.
+    """Regions of many weights on one device, as segments of one flat tensor of all elements in memory order.
 
-    Sums over all regions are then two segmented reductions, deterministic ones, and one gather spreads a value per
-    region over the elements. Reads only shapes and strides.
+    Sums over all regions then take two deterministic segmented reductions, and one gather spreads values per region
+    over the elements. Reads only shapes and strides of the weights.
     """
 
     def __init__(self, params: Sequence[Tensor], regions: Sequence[Regions]) -> None:
@@ -441,8 +438,8 @@ class Flat:
             indices.append(index.int())
             num_cuts = 1 + index.numel() // _LONGEST
             cut = torch.arange(index.numel(), device=param.device) // _LONGEST
-            found, counts = torch.unique_consecutive(index * num_cuts + cut, return_counts=True)
-            segments.append(found // num_cuts)
+            segment, counts = torch.unique_consecutive(index * num_cuts + cut, return_counts=True)
+            segments.append(segment // num_cuts)
             lengths.append(counts)
         self._index = torch.cat(indices)
         region_of = torch.cat(segments)
@@ -451,7 +448,7 @@ class Flat:
         self._region_ends = _ends(torch.bincount(region_of, minlength=self._shape[0] * self._shape[1]))
 
     def matches(self, params: Sequence[Tensor]) -> bool:
-        """Return True if these have the shapes, strides and devices of the parameters."""
+        """Return True if the parameters have the same shapes, strides and devices."""
         return self._key == [layout_key(p) for p in params]
 
     def square_sums(self, params: Sequence[Tensor]) -> Tensor:
@@ -482,11 +479,11 @@ def _flat(tensor: Tensor, order: list[int]) -> Tensor:
 
 def _ends(lengths: Tensor) -> Tensor:
     """Offsets of segments of these lengths, with the total at the end."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return F.pad(lengths.cumsum(0), (1, 0))
 
 
 def aligned(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor itself if it has the strides of `like`, else a copy that has."""
+    """Return a tensor with the strides of `like`: itself if it has them, else a copy."""
     # Strides of dimensions of size 1 do not matter.
     if tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous()):
         return tensor
@@ -517,8 +514,8 @@ def batches(elements: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(elements))
 
 
-def handed_over(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device without waiting for work that is queued there."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor to a device without waiting for work queued there."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -6,7 +6,7 @@ Element (i, j, ...) of a tensor belongs to stage max(birth of channel i of the f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Regions:
         rows_O: birth stage of each row, int64 [O].
         columns_I: birth stage of each column, int64 [I].
         column_shape: lengths of the dimensions after the first that form the columns; None: one dimension, [I].
-        rated: the regions have separate rates. Those of vectors never have: they keep the base rate.
+        rated: the regions have separate rates; vectors keep the base rate in any case.
     """
 
     rows_O: Tensor
@@ -59,9 +59,9 @@ class Regions:
     @cached_property
     def counts(self) -> Tensor:
         """Number of (row, column) pairs in each region: int64 [K]."""
-        births, rows_of_kind = torch.unique(self.rows_O, return_counts=True)
-        found = zip(self.index_of(births), rows_of_kind, strict=True)
-        return torch.stack([n * torch.bincount(index_I, minlength=self.num_regions) for index_I, n in found]).sum(0)
+        births, num_rows = torch.unique(self.rows_O, return_counts=True)
+        pairs = zip(self.index_of(births), num_rows, strict=True)
+        return torch.stack([n * torch.bincount(index_I, minlength=self.num_regions) for index_I, n in pairs]).sum(0)
 
     @cached_property
     def count_list(self) -> list[int]:
@@ -123,11 +123,9 @@ class Regions:
 
     def to(self, device: torch.device) -> "Regions":
         """Return the regions on a device."""
-        return (
-            self
-            if self.rows_O.device == device
-            else replace(self, rows_O=self.rows_O.to(device), columns_I=self.columns_I.to(device))
-        )
+        if self.rows_O.device == device:
+            return self
+        return replace(self, rows_O=self.rows_O.to(device), columns_I=self.columns_I.to(device))
 
 
 @on_cpu
@@ -142,8 +140,8 @@ def weight_regions(
     Args:
         graph: width graph of the network.
         births: birth stage of each channel, by group.
-        since: stage at which a whole tensor was added, or each of its rows, by name (default 0); none of its elements
-            is older.
+        since: stage at which a whole tensor, or each of its rows, was added, by name (default 0): the least stage of
+            its elements.
 
     Returns:
         Regions by the tensor's name, of parameters and of buffers such as norm statistics. Fixed channels have stage 0.
@@ -154,23 +152,15 @@ def weight_regions(
     regions, since = {}, since or {}
     for name, axes in graph.axes.items():
         if name in weights or len(axes) == 1 or graph.grows(name) or name in since:
-            # Beyond the last growing axis, and beyond the second, all elements have the same age.
+            # Elements that differ only beyond the last growing axis, and beyond the second, have the same age.
             last = max((dim for dim, axis in enumerate(axes) if axis.groups), default=0)
             stages = [axis.spread(births_by_group, widths, fixed=0).long() for axis in axes[: max(2, last + 1)]]
             stages[0] = torch.maximum(stages[0], torch.as_tensor(since.get(name, 0)))
             rows, *columns = stages if len(axes) > 1 else [torch.zeros(1, dtype=torch.int64), *stages]
-            regions[name] = Regions(
-                rows, _greatest(columns), tuple(map(len, columns)), rated=name in weights and len(axes) > 1
-            )
+            rated = name in weights and len(axes) > 1
+            columns_I = reduce(lambda one, other: torch.maximum(one[:, None], other[None, :]).flatten(), columns)
+            regions[name] = Regions(rows, columns_I, tuple(map(len, columns)), rated)
     return regions
-
-
-def _greatest(births: Sequence[Tensor]) -> Tensor:
-    """Latest birth stage of each combination of channels of several axes, flattened."""
-    greatest, *others = births
-    for other in others:
-        greatest = torch.maximum(greatest[:, None], other[None, :]).flatten()
-    return greatest
 
 
 def _one_hot(index: Tensor, num_classes: int) -> Tensor:

@@ -14,7 +14,7 @@ _FLAGS = ("amsgrad", "maximize", "nesterov")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise a ValueError for settings that torch accepts, or that fail in it with an unhelpful TypeError.
+    """Raise a ValueError for invalid settings that torch accepts, or rejects with an unhelpful TypeError.
 
     Examples:
         >>> check_settings({"lr": 0.1, "betas": (0.9,)})
@@ -22,7 +22,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ValueError: betas must be two numbers, each from 0 to below 1, not (0.9,).
     """
     for name in _NUMBERS:
-        # A rate may be a tensor, which is not read here: that would synchronise with the GPU.
+        # A rate may be a tensor; reading it would synchronise with the GPU.
         if name in settings and not isinstance(settings[name], Tensor):
             at_least(0, **{name: settings[name]})
     for name in _FLAGS:
@@ -39,11 +39,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def without_decay(network: nn.Module) -> list[Tensor]:
-    """Parameters that should not decay: single numbers, and slopes of `nn.PReLU`, as torch advises.
+    """Parameters that should not decay: scalars, and slopes of `nn.PReLU`, as torch advises.
 
-    A single number (a tensor without dimensions) is a logarithm, such as that of a length, a blend or a temperature:
-    decay would pull it to an arbitrary value. Gains and biases of normalisations and other vectors are not exempt: the
-    papers that growlab reproduces decay them, as torch's optimizers do.
+    A scalar (a tensor without dimensions) is usually a logarithm, of a temperature for example, which decay would pull
+    to an arbitrary value. Gains and biases of normalisations and other vectors are not exempt: the papers that growlab
+    reproduces decay them, as torch's optimizers do.
     """
     prelus = (module for module in network.modules() if isinstance(module, nn.PReLU))
     slopes = {id(p) for module in prelus for p in module.parameters()}
@@ -54,7 +54,7 @@ def exempt_from_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> N
     """Move the network's `without_decay` parameters to a separate group with weight decay 0, in place.
 
     Does nothing if there are none, if the optimizer has no weight decay, or if it has several groups, which set their
-    weight decay separately. Call it before a learning rate scheduler is made, which counts the groups.
+    weight decay separately. Call it before making a learning rate scheduler, which counts the groups.
 
     Args:
         optimizer: an optimizer of the network's parameters.
@@ -67,13 +67,23 @@ def exempt_from_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> N
         >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
         [(2, 0.01), (1, 0.0)]
     """
-    exempt = {id(p): p for p in without_decay(network)}
-    group = optimizer.param_groups[0]
-    if not exempt or len(optimizer.param_groups) > 1 or not group.get("weight_decay"):
+    exempt, group = {id(p) for p in without_decay(network)}, optimizer.param_groups[0]
+    moved = [p for p in group["params"] if id(p) in exempt]
+    if not moved or len(optimizer.param_groups) > 1 or not group.get("weight_decay"):
         return
     decayed = [p for p in group["params"] if id(p) not in exempt]
     if not decayed:
         group["weight_decay"] = 0.0
         return
-    group["params"][:] = decayed
-    optimizer.add_param_group({"params": list(exempt.values()), "weight_decay": 0.0})
+    names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+    set_params(group, decayed)
+    params = [(names[id(p)], p) for p in moved] if names else moved
+    optimizer.add_param_group({"params": params, "weight_decay": 0.0})
+
+
+def set_params(group: dict[str, Any], params: Sequence[Tensor], names: Mapping[int, str] | None = None) -> None:
+    """Set a group's parameters, and its `param_names` if it has any; new parameters get their `names`, by `id`."""
+    if "param_names" in group:
+        known = {**(names or {}), **dict(zip(map(id, group["params"]), group["param_names"], strict=True))}
+        group["param_names"] = [known[id(p)] for p in params]
+    group["params"][:] = params

@@ -70,10 +70,10 @@ class SGD(Regional, torch.optim.SGD):
         if group["dampening"] == 0 or not any(first):
             self._sweep_sgd(group, params, rates_PK)
             return
-        for wanted, settings in ((True, {**group, "dampening": 0.0}), (False, group)):
-            chosen = [i for i, is_first in enumerate(first) if is_first == wanted]
-            if chosen:
-                self._sweep_sgd(settings, [params[i] for i in chosen], rates_PK[chosen])
+        for at_first, settings in ((True, {**group, "dampening": 0.0}), (False, group)):
+            indices = [i for i, is_first in enumerate(first) if is_first == at_first]
+            if indices:
+                self._sweep_sgd(settings, [params[i] for i in indices], rates_PK[indices])
 
     def _sweep_sgd(self, group: dict[str, Any], params: Sequence[Tensor], rates_PK: Tensor) -> None:
         tensors = [self._gradients(params)]
@@ -107,7 +107,7 @@ def _update(group: dict[str, Any], weights: Any, grads: Any, *rest: Any) -> None
 
 
 def _fused_update(group: dict[str, Any], weights: Any, grads: Any, buffers: Any, rates: Any) -> None:
-    """Compute `_update` in two passes: torch's fused kernel at rate 0 updates only the momentum."""
+    """Compute `_update` in two passes; torch's fused kernel at rate 0 updates only the momentum."""
     torch._fused_sgd_(
         weights,
         grads,

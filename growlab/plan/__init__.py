@@ -22,8 +22,7 @@ from growlab.base.settings import at_least
 __all__ = ["Advice", "Case", "Check", "advise", "check", "read_cases"]
 
 Arm = Literal["smaller", "grown"]
-# Maps a case to its log-odds.
-Odds = Callable[["Case"], float]
+Odds = Callable[["Case"], float]  # maps a case to its log-odds
 # Ridge penalties of a, b, c and d: without them a fit to few cases is overconfident.
 _RIDGE = (0.0, 0.3, 1.0, 1.0)
 
@@ -307,8 +306,7 @@ def _fitted(cases: Sequence[Case], arm: str) -> Odds:
         weights = weights + np.clip(step, -2, 2)
         if np.abs(step).max() < 1e-9:
             break
-    # No probability is surer than the number of cases allows (rule of succession).
-    limit = log(len(cases) + 1)
+    limit = log(len(cases) + 1)  # No probability is surer than the number of cases allows.
     return lambda case: float(np.clip(_features(case) @ weights, -limit, limit))
 
 

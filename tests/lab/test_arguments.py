@@ -147,7 +147,7 @@ def test_a_grower_refuses_half_a_state() -> None:
     without = [{n: v for n, v in whole.items() if n != name} for name in needed]
     wrong = [{**whole, name: value} for name in needed for value in (None, "x")]
     for state in (*without, *wrong):
-        with pytest.raises(UserError, match="this is no state of a Grower"):
+        with pytest.raises(UserError, match="this is not the state of a Grower"):
             grower.load_state_dict(state)
 
 

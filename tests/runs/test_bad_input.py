@@ -39,7 +39,7 @@ TABLE = {
     "model=custom model._target_=no.such.Network": "model: Error locating target 'no.such.Network'",
     "model=custom model._target_=fractions.Fraction": "model._target_=fractions.Fraction",
     "model.width=-3": "model cannot be created with model.width=-3",
-    "schedule.total_epochs=3": "3 epochs cannot hold 5 stages",
+    "schedule.total_epochs=3": "3 epochs are fewer than num_stages=5",
     "~optimizer._target_": "optimizer",
     "trainer.accelerator=gpu": "No supported gpu backend found",
     "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val",

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,8 @@ def test_scores_rank_channels() -> None:
         ({"first": 1.5}, "l1", "cannot keep 1.5"),
         ({"first": [0, 0]}, "l1", "each once"),
         ({"first": [8]}, "l1", "channels 0 to 7"),
+        ({"first": torch.tensor(3)}, "l1", "each once; not 3"),
+        ({"first": True}, "l1", "each once; not 1"),
         ({"other": 2}, "l1", "no width group 'other'"),
         (0.5, "taylor", "call backward"),
         (0.5, "l2", "no score 'l2'"),
@@ -129,6 +132,12 @@ def test_prune_rejects_invalid_arguments(keep: Any, score: Any, message: str) ->
         prune(network, trace(network, x), keep, score)
     assert message in str(error.value)
     assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())
+
+
+@pytest.mark.parametrize("keep", [np.int64(3), np.float32(0.375)])
+def test_numbers_of_numpy_count_as_pythons(keep: Any) -> None:
+    network, x = plain()
+    assert len(prune(network, trace(network, x), {"first": keep})["first"]) == 3
 
 
 @pytest.mark.parametrize(

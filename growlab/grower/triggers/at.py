@@ -1,4 +1,4 @@
-"""Triggers without a demand: widths at given times, a schedule, no growth, and a method's own decisions."""
+"""Triggers without a demand: widths at given times, by a schedule, fixed, or decided by the growth method."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class At(Trigger):
     Args:
         widths: maps each stage's start to its width: a fraction of full width, or the width of each group (others
             keep theirs). The first start is 0.
-        unit: unit of the starts: "epoch", "step" (optimizer steps) or "cost" (announced by the loop).
+        unit: unit of the starts: "epoch", "step" (optimizer steps) or "cost" (given to `Grower.step`).
         batch_sizes: global batch size of each stage, for front ends that can change it.
 
     Raises:
@@ -43,11 +43,11 @@ class At(Trigger):
             raise UserError(f"unit={unit!r} of a trigger must be {', '.join(UNITS)}.")
         if not isinstance(widths, Mapping):
             raise UserError(
-                f"a trigger is a growlab.Trigger, a schedule, or moments and widths such as {{0: 0.25, 10: 1.0}}, not "
-                f"{widths!r}."
+                "a trigger is a growlab.Trigger, a schedule, or a dict of start to width such as {0: 0.25, 10: 1.0}, "
+                f"not {widths!r}."
             )
-        if wrong := [moment for moment in widths if not _is_number(moment)]:
-            raise UserError(f"a trigger's moment {wrong[0]!r} must be a finite number.")
+        if wrong := [start for start in widths if not _is_number(start)]:
+            raise UserError(f"the start {wrong[0]!r} of a trigger's stage must be a finite number.")
         self.starts = tuple(sorted(widths))
         if self.starts[:1] != (0,):
             raise UserError("a trigger's first stage must begin at 0, such as {0: 0.25, 10: 1.0}.")
@@ -55,13 +55,13 @@ class At(Trigger):
         self._widths = tuple(w.get("width", {}) if _is_apart(w) else w for w in given)
         for width in self._widths:
             if not isinstance(width, Mapping) and not (_is_number(width) and 0 < width <= 1):
-                raise UserError(f"a width of {width!r} is no fraction of full width: above 0 and at most 1.")
+                raise UserError(f"a width of {width!r} must be a fraction of full width, above 0 and at most 1.")
         self._clock, self.unit = unit, unit if len(self.starts) > 1 else None
         self.resizes = any(isinstance(width, Mapping) or width != 1 for width in self._widths)
         self.batch_sizes = None if batch_sizes is None else self._checked(batch_sizes)
 
     def _depths_of(self, widths: Mapping[float, Any]) -> list[float] | None:
-        """Fraction of the blocks at each stage; None if no stage gives width and depth apart."""
+        """Fraction of the blocks at each stage; None if no stage gives width and depth separately."""
         given = [widths[start] for start in self.starts]
         if not any(_is_apart(width) for width in given):
             return None
@@ -70,7 +70,7 @@ class At(Trigger):
             before = depths[-1] if depths else 0.0
             depth = width.get("depth", before) if _is_apart(width) else width if _is_number(width) else before
             if not (_is_number(depth) and before <= depth <= 1):
-                raise UserError(f"a depth of {depth!r} is no fraction of the blocks from {before:g} to 1.")
+                raise UserError(f"a depth of {depth!r} must be a fraction of the blocks, from {before:g} to 1.")
             depths.append(float(depth))
         return depths
 
@@ -96,11 +96,11 @@ class At(Trigger):
                 stages.append({**before, **_widths_of_groups(width, graph)})
             else:
                 fraction = exact(width)
-                given = Schedule((1,), (fraction,), (1,)).widths(graph)[0]
-                # Rounded one by one, a stream's pieces may shrink by a channel.
-                known = [exact(other) for other in self._widths[: len(stages)] if not isinstance(other, Mapping)]
-                grown = bool(known) and fraction >= max(known)
-                stages.append({g: max(w, before[g]) if grown else w for g, w in given.items()})
+                widths = Schedule((1,), (fraction,), (1,)).widths(graph)[0]
+                # The parts of a stream are rounded separately, and could shrink by a channel.
+                earlier = [exact(other) for other in self._widths[: len(stages)] if not isinstance(other, Mapping)]
+                grows = bool(earlier) and fraction >= max(earlier)
+                stages.append({g: max(w, before[g]) if grows else w for g, w in widths.items()})
         return stages
 
     def stage_at(self, clock: Clock) -> int:
@@ -108,7 +108,7 @@ class At(Trigger):
         return max(bisect_right(self.starts, getattr(clock, self._clock)) - 1, 0)
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
-        """Fraction of all growth that is done: the depth where stages give it, else stages are equal steps."""
+        """Return the fraction of all growth done: the depth if stages give it, else stages count as equal steps."""
         if self._depths is not None:
             return self._depths[stage]
         last = len(self.starts) - 1
@@ -152,7 +152,7 @@ def _is_whole(value: Any) -> bool:
 
 
 class Scheduled(At):
-    """Grow as a schedule says, at the beginning of epochs; see `growlab.growth.make_schedule`.
+    """Grow by a schedule, at the beginning of epochs; see `growlab.growth.make_schedule`.
 
     Args:
         schedule: stages, widths and batch sizes.
@@ -160,7 +160,7 @@ class Scheduled(At):
 
     def __init__(self, schedule: Schedule) -> None:
         if not isinstance(schedule, Schedule):
-            raise UserError(f"Scheduled({schedule!r}) needs a schedule: what growlab.make_schedule returns.")
+            raise UserError(f"Scheduled needs a schedule, as growlab.make_schedule returns, not {schedule!r}.")
         stages: dict[float, Any] = dict(zip(schedule.starts, schedule.width_fractions, strict=True))
         super().__init__(stages, batch_sizes=schedule.batch_sizes)
         self.schedule = schedule
@@ -188,7 +188,7 @@ class Never(Trigger):
         if not (_is_number(width) and width > 0):
             raise UserError(f"a width of {width} relative to full width must be above 0.")
         if not (_is_number(depth) and 0 <= depth <= 1):
-            raise UserError(f"depth must be a part of the blocks, from 0 to 1, not {depth}.")
+            raise UserError(f"depth must be a fraction of the blocks, from 0 to 1, not {depth}.")
         self._width, self.depth = width, depth
         self.resizes = width != 1
 
@@ -224,10 +224,10 @@ class ByMethod(Trigger):
         return self._first.first(graph)
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
-        """Widths of the method, asked once at each boundary.
+        """Return the method's widths; it is asked once at each boundary.
 
         Raises:
-            UserError: the method does not decide widths, or cannot.
+            UserError: the method does not decide widths, or fails to.
         """
         method, state = grower.method, grower.state
         if not isinstance(method, WidthDecision):
@@ -239,7 +239,7 @@ class ByMethod(Trigger):
         tensors = tensors_of(grower.network, grower.graph)
         with as_user_errors():
             widths = method.decide(grower.graph, tensors, state.widths, grower.gradients())
-        # Ranks compute the same; should one not, it follows rank 0, and the comparison of ranks notices.
+        # All ranks compute the same; if one does not, it follows rank 0, and the comparison of ranks reports it.
         widths = gather(widths)[0]
         return None if widths == state.widths else widths
 

@@ -1,4 +1,4 @@
-"""Growth decided by a short branch: grown against continued, and the better one trains on."""
+"""Growth decided by a trial: train the grown and the smaller network for a short branch, and keep the better one."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -24,41 +24,40 @@ from growlab.widths.unchanged import states_of_draws
 
 log = logging.getLogger(__name__)
 
-# Steps of a branch, at least: without them nothing is grown.
+# Least number of steps of a branch; with fewer nothing grows.
 _LEAST_STEPS = 4
 
 
 class Controller(Trigger):
     """Train a smaller network, and grow it once if a short branch shows that this is better.
 
-    At one moment, before the rate decays, the network trains on for a short while as it is; then, from where it stood,
-    it grows and trains on the same batches for as many FLOPs. Both are measured on batches that neither trained on. If
-    the grown network's loss is lower by more than its standard error, it trains on, else the smaller one does; the
-    branch of the winner counts as training, that of the loser is undone, the growth event included. Where
-    `growlab.plan.advise` is sure that the smaller network ends better, or a branch would have fewer than four steps,
-    nothing is compared, and the smaller network trains on at no cost.
+    At one step, before the rate decays, the network trains on for a short branch. Then, from where it was, it grows and
+    trains on the same batches for as many FLOPs. Both networks are measured on batches that neither was trained on. If
+    the grown network's loss is lower by more than its standard error, it is kept, else the smaller one. The branch of
+    the winner counts as training; that of the loser is undone, with the growth event. If `growlab.plan.advise` predicts
+    that the smaller network ends better, or a branch would have fewer than four steps, nothing is compared: the smaller
+    network trains on, at no cost.
 
-    The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; in your
-    own loop call `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or its rate.
+    The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; in your own loop
+    call `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or learning rate.
 
     Args:
-        width: of the smaller network, of every width group; parts may leave out blocks as well.
-        at: part of the training's steps behind which it branches, from 0.25 to 0.45.
-        branch: part of the training's cost that each branch takes, above 0 and at most 0.03.
-        total_steps: optimizer steps of the whole training; None: as the loop announces.
-        min_odds: odds of the full network against the smaller one, by `growlab.plan.advise`, below which nothing is
-            compared.
-        batches: that both are measured on, at least 2.
-        max_steps: of a branch, whose batches are kept in memory.
+        width: width of every group of the smaller network, as a fraction; parts may leave out blocks as well.
+        at: fraction of the training's steps at which it branches, from 0.25 to 0.45.
+        branch: fraction of the training's cost that each branch takes, above 0 and at most 0.03.
+        total_steps: optimizer steps of the whole training; None: as given to `Grower.provide`.
+        min_odds: least odds of the full network against the smaller one, by `growlab.plan.advise`, for a comparison.
+        batches: number of batches that both are measured on, at least 2.
+        max_steps: most steps of a branch; its batches are kept in memory.
 
     Attributes:
-        decision: receipt of the branch, None before it: "grown", "gap" (loss of the continued network less that of the
+        decision: receipt of the branch, None before it: "grown", "gap" (loss of the continued network minus that of the
             grown one) and its standard error "gap_error", both losses, "steps" of both branches, "odds" of the full
-            network, and "paid", the part of the training's cost that both branches took; gap and losses are None where
-            nothing was compared, odds where nothing had grown.
+            network, and "paid", the fraction of the training's cost that both branches took. Gap and losses are None if
+            nothing was compared, odds if nothing was grown.
 
     Raises:
-        UserError: a value is impossible.
+        UserError: a value is out of range.
     """
 
     unit = "step"
@@ -81,7 +80,7 @@ class Controller(Trigger):
             whole(_LEAST_STEPS, max_steps=max_steps)
             whole(1, **not_none(total_steps=total_steps))
         if not 0.25 <= at <= 0.45:
-            raise UserError(f"at={at} of a Controller must lie between 0.25 and 0.45: before the rate decays.")
+            raise UserError(f"at={at} of a Controller must be from 0.25 to 0.45, before the learning rate decays.")
         if not 0 < branch <= 0.03:
             raise UserError(f"branch={branch} of a Controller must be above 0 and at most 0.03.")
         self._sizes = At({0: width, 1: 1.0})
@@ -90,40 +89,40 @@ class Controller(Trigger):
         self.batches, self.max_steps = batches, max_steps
         self.decision: dict[str, Any] | None = None
         self.auxiliary_passes: list[dict[str, Any]] = []
-        # While the grown network is on trial: the other one and its receipt, and batches.
-        self._open: dict[str, Any] | None = None
+        # While the grown network is on trial: batches, and the state and losses of the other one.
+        self._trial: dict[str, Any] | None = None
 
     def steps(self, graph: WidthGraph) -> list[Widths]:
-        """Widths of the smaller network, and the full ones."""
+        """Widths of the smaller network, and full widths."""
         return self._sizes.forecast(graph)
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
-        """Fraction of all growth that is done: none or all."""
+        """Return the fraction of all growth done: 0 or 1."""
         return float(stage > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The decision, and what it cost."""
+        """Return the decision and its cost."""
         return {"decision": self.decision, "passes": list(self.auxiliary_passes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.decision, self.auxiliary_passes = state["decision"], list(state["passes"])
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
-        """Full widths at the moment of the branch, once; behind that event, keep it or have it undone.
+        """Return full widths at the step of the branch, once; after that event, decide on it.
 
         Raises:
             UserError: the loop has provided no batches, loss or number of steps.
             Declined: the grown network was not better.
         """
-        if self._open is not None:
-            self._judge(grower, self._open)
-        if self._open is not None or self.decision is not None or grower.clock.step < 1:
-            self._open = None
+        if self._trial is not None:
+            self._judge(grower, self._trial)
+        if self._trial is not None or self.decision is not None or grower.clock.step < 1:
+            self._trial = None
             return None
         total = self.total_steps or grower.training.total_steps
         if total is None:
-            raise UserError("a Controller needs to know how long training is: give it total_steps=N.")
+            raise UserError("a Controller needs the number of the training's steps: give it total_steps=N.")
         if grower.clock.step < ceil(self.at * total):
             return None
         steps = min(self.max_steps, round(self.branch * total))
@@ -134,8 +133,8 @@ class Controller(Trigger):
         return self.steps(grower.graph)[-1]
 
     def _begin(self, grower: GrowingNetwork, total: int, steps: int) -> None:
-        """Train on as it is, and then go back."""
-        draws = states_of_draws(grower.network)
+        """Train the smaller network for a branch, and restore its state before."""
+        restore_draws = states_of_draws(grower.network)
         batches = self._batches(grower, steps + self.batches)
         draws_of_branch = states_of_draws(grower.network)
         before, flops = grower.checkpoint(), _flops(grower)
@@ -145,12 +144,12 @@ class Controller(Trigger):
             after = grower.checkpoint()
         finally:
             grower.put_back(before)
-            draws()
-        self._open = {"batches": batches, "losses": losses, "after": after, "draws": draws_of_branch}
-        self._open |= {"steps": steps, "flops": flops, "total": total}
+            restore_draws()
+        self._trial = {"batches": batches, "losses": losses, "after": after, "draws": draws_of_branch}
+        self._trial |= {"steps": steps, "flops": flops, "total": total}
 
     def _judge(self, grower: GrowingNetwork, trial: Mapping[str, Any]) -> None:
-        """Train the grown network for as many FLOPs, and decide."""
+        """Train the grown network for as many FLOPs, and keep it or raise `Declined`."""
         steps, small, total = (trial[key] for key in ("steps", "flops", "total"))
         flops, batches = _flops(grower), trial["batches"]
         grown_steps = round(steps * small / flops)
@@ -163,10 +162,10 @@ class Controller(Trigger):
         if grown_steps < _LEAST_STEPS or (odds is not None and odds < self.min_odds):
             entries |= {"auxiliary_flops": samples * steps * small, "auxiliary_samples": samples * steps}
             raise Declined({"decision": _not_compared(steps, steps / total, odds), "passes": entries})
-        draws = states_of_draws(grower.network)
+        restore_draws = states_of_draws(grower.network)
         trial["draws"]()
         losses = self._train(grower, batches, grown_steps, first=steps)
-        draws()
+        restore_draws()
         gaps = [continued - grown for continued, grown in zip(trial["losses"], losses, strict=True)]
         gap, error = fmean(gaps), stdev(gaps) / sqrt(len(gaps))
         receipt = {
@@ -190,9 +189,9 @@ class Controller(Trigger):
 
     def declined(self, grower: GrowingNetwork, declined: Declined) -> None:
         """Train on with the smaller network, from the end of its branch."""
-        assert self._open is not None
-        grower.put_back(self._open["after"])
-        self._open = None
+        assert self._trial is not None
+        grower.put_back(self._trial["after"])
+        self._trial = None
         self._decide(declined.receipt["decision"], declined.receipt["passes"])
 
     def _decide(self, decision: dict[str, Any], *passes: dict[str, Any]) -> None:
@@ -215,18 +214,18 @@ class Controller(Trigger):
         training = grower.training
         if training.batches is None or (training.loss is None and training.step_loss is None):
             raise UserError(
-                "a Controller trains branches, which takes the loop's batches and loss: call "
+                "a Controller trains branches with the loop's batches and loss: call "
                 "Grower.provide(batches=..., loss=...) before the first step."
             )
-        found = list(training.batches(number))
-        if not found:
-            raise UserError("a Controller trains branches, and there is not a single batch of training data.")
-        return [found[index % len(found)] for index in range(number)]
+        batches = list(training.batches(number))
+        if not batches:
+            raise UserError("a Controller trains branches, but there is not a single batch of training data.")
+        return [batches[index % len(batches)] for index in range(number)]
 
     def _train(
         self, grower: GrowingNetwork, batches: Sequence[Any], steps: int, first: int | None = None
     ) -> list[float]:
-        """Train on the first batches, and return the losses of the last ones, which are not trained on."""
+        """Train on the first `steps` batches; return losses on those from `first` (default: the next) to the last."""
         network, optimizers = grower.network, grower.stepping()
         training = network.training
         network.train()

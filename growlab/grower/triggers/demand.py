@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from math import ceil, isfinite, sqrt
 from typing import Any
@@ -23,15 +23,16 @@ class Progress:
 
     Attributes:
         epoch: the starting epoch, from 0.
-        total_epochs: of the run.
+        total_epochs: epochs of the run.
         rows: records of each epoch since the trigger's last event, or since the start.
-        steps_left: growth events of all groups left until full width.
-        spent: FLOPs so far in percent of the fixed-size run's.
-        climbing: cost of the whole run, likewise, if it grows now and after every `min_epochs` until full width.
-        gradient_norms: root mean square of the running gradient's entries that produce each group's channels.
-        bottlenecks: expressivity bottlenecks of groups that have one, if the demand measures them.
-        out_of_reach: sum of `missing` over sum of `wanted` at the start of each epoch of the stage except its first;
-            this epoch's is the last.
+        steps_left: number of growth events of all groups until full width.
+        spent: FLOPs so far in percent of the fixed-size run.
+        climbing: FLOPs of the whole run in percent of the fixed-size run, if it grows now and after every `min_epochs`
+            until full width.
+        gradient_norms: root mean square of the running gradient of the layers that produce each group's channels.
+        bottlenecks: expressivity bottlenecks by group, if the demand measures them.
+        out_of_reach: sum(missing) / sum(wanted) of bottlenecks at the start of each epoch of the stage except its
+            first; the last entry is this epoch's.
     """
 
     epoch: int
@@ -48,14 +49,14 @@ class Progress:
 class Demand(Described, ABC):
     """Decides at the start of each epoch whether to grow to the next widths of the schedule.
 
-    All groups grow in time for full width to last at least `final_fraction` of the epochs. Decisions are a function
-    of the arguments alone: ranks use rank 0's, and a resumed run asks again.
+    All groups grow in time for full width to last at least `final_fraction` of the epochs. Decisions depend only on the
+    arguments: ranks use rank 0's, and a resumed run asks again.
 
     Args:
         min_epochs: least number of epochs between two growth events, and before the first.
         final_fraction: least fraction of the run at full width.
-        groups: "all" grow together; "gradient": those with the largest gradients; "bottleneck": those with the
-            largest bottleneck at their reader, see `bottlenecks`.
+        groups: "all" grow together; "gradient": those with the largest gradients; "bottleneck": those with the largest
+            bottleneck in the layer that consumes them, see `growlab.growth.bottlenecks`.
         groups_fraction: fraction of the groups that "gradient" and "bottleneck" choose, at least one.
         batches: training batches to measure bottlenecks on at the start of each epoch.
 
@@ -63,9 +64,9 @@ class Demand(Described, ABC):
         ValueError: a value is impossible.
     """
 
-    #: Whether it needs the optimizer's running gradients.
+    #: True if it needs the optimizer's running gradients.
     wants_gradients: bool = False
-    #: Whether it needs expressivity bottlenecks.
+    #: True if it needs expressivity bottlenecks.
     wants_bottlenecks: bool = False
     #: True if it uses the cost of future widths.
     plans_cost: bool = False
@@ -83,10 +84,10 @@ class Demand(Described, ABC):
         whole(1, batches=batches, min_epochs=min_epochs)
         finite(final_fraction=final_fraction, groups_fraction=groups_fraction)
         if not 0 <= final_fraction < 1:
-            raise ValueError(f"final_fraction must lie in [0, 1), not {final_fraction}.")
+            raise ValueError(f"final_fraction must be in [0, 1), not {final_fraction}.")
         one_of(GROUPS, groups=groups)
         if not 0 < groups_fraction <= 1:
-            raise ValueError(f"groups_fraction must lie in (0, 1], not {groups_fraction}.")
+            raise ValueError(f"groups_fraction must be in (0, 1], not {groups_fraction}.")
         self.min_epochs, self.final_fraction = min_epochs, final_fraction
         self.groups, self.groups_fraction = groups, groups_fraction
         self.batches = batches
@@ -110,8 +111,8 @@ class Demand(Described, ABC):
         """Refuse a run in which the demand cannot reach full width in time.
 
         Args:
-            total_epochs: of the run.
-            steps: growth events of all groups to full width.
+            total_epochs: epochs of the run.
+            steps: number of growth events of all groups to full width.
             cheapest: lowest possible cost of the run, in percent of the fixed-size run's FLOPs.
 
         Raises:
@@ -120,9 +121,8 @@ class Demand(Described, ABC):
         if steps and self.latest(total_epochs, steps) < self.min_epochs:
             needed = total_epochs - self.latest(total_epochs, steps) + self.min_epochs
             raise ValueError(
-                f"{total_epochs} epochs are too few to grow {steps} times, every min_epochs="
-                f"{self.min_epochs}, and to train a part of {self.final_fraction} at full width: take "
-                f"{needed}, or lower num_stages."
+                f"{total_epochs} epochs are too few to grow {steps} times with min_epochs={self.min_epochs} and train "
+                f"final_fraction={self.final_fraction} of them at full width: take {needed}, or lower num_stages."
             )
 
     def check_records(self, columns: Collection[str]) -> None:
@@ -135,18 +135,18 @@ class Demand(Described, ABC):
             ValueError: the column is missing.
         """
         if self.metric is not None and self.metric not in columns:
-            instead = "set a validation set apart, or " if self.metric.startswith("val_") else ""
-            raise ValueError(f"metric={self.metric!r} is not recorded: {instead}watch train_loss.")
+            instead = "hold out a validation set, or " if self.metric.startswith("val_") else ""
+            raise ValueError(f"metric={self.metric!r} is not recorded: {instead}use train_loss.")
 
     def decide(
         self, progress: Progress, widths: Mapping[str, int], steps: Sequence[Mapping[str, int]]
     ) -> dict[str, int]:
-        """Return the width of each group from now on: at least the present ones.
+        """Return the width of each group from now on, at least the current one.
 
         Args:
-            progress: of the training.
+            progress: progress of the training.
             widths: current width of each group.
-            steps: widths of the schedule's stages; the last ones are the full ones.
+            steps: widths of the schedule's stages; the last are the full widths.
         """
         due = progress.steps_left > 0 and self.must(progress)
         early = len(progress.rows) < self.min_epochs
@@ -158,8 +158,8 @@ class Demand(Described, ABC):
         growing = [group for group in widths if widths[group] < steps[-1][group]]
         scores = progress.gradient_norms
         if self.groups == "bottleneck":
-            scores = {group: found.missing for group, found in progress.bottlenecks.items()}
-        # Of equal scores the first group counts.
+            scores = {group: bottleneck.missing for group, bottleneck in progress.bottlenecks.items()}
+        # Groups with equal scores keep their order.
         growing.sort(key=lambda group: -scores.get(group, 0.0))
         chosen = growing[: max(1, round(self.groups_fraction * len(growing)))]
         wider = {group: min(step[group] for step in steps if step[group] > widths[group]) for group in chosen}
@@ -209,7 +209,7 @@ class _BelowPeak(Demand):
         super().__init__(**demand)
         finite(ratio=ratio)
         if not 0 < ratio <= 1:
-            raise ValueError(f"ratio must lie in (0, 1], not {ratio}.")
+            raise ValueError(f"ratio must be in (0, 1], not {ratio}.")
         self.ratio = ratio
 
 
@@ -234,17 +234,17 @@ class GradientNorm(_BelowPeak):
     def wants(self, progress: Progress) -> bool:
         """Return True if the last epoch's gradient is below `ratio` of the stage's largest."""
         norms = [float(row["gradient_norm"]) for row in progress.rows]
-        finite = [norm for norm in norms if isfinite(norm)]
-        return len(finite) > 1 and norms[-1] < self.ratio * max(finite)
+        finite_norms = [norm for norm in norms if isfinite(norm)]
+        return len(finite_norms) > 1 and norms[-1] < self.ratio * max(finite_norms)
 
 
 class Expressivity(_BelowPeak):
     """Grow when the present weights can follow little of the functional gradient (Verbockhaven et al. 2024).
 
-    A change of the weights can achieve a part of the change of outputs that the loss asks for; the rest is the
+    A change of the weights can achieve only a part of the change of outputs that lowers the loss most; the rest is the
     expressivity bottleneck. The achievable part is largest early in a stage and shrinks as training converges. It
     depends on the network and the batches, so it is compared with its own maximum. Measuring takes a forward and
-    backward pass over `batches` at the start of each epoch, which count as cost.
+    backward pass over `batches` at the start of each epoch, which counts as cost.
 
     Args:
         ratio: grow when the achievable part falls below this fraction of its maximum in the stage.
@@ -260,9 +260,9 @@ class Expressivity(_BelowPeak):
         super().__init__(ratio, **demand)
 
     def wants(self, progress: Progress) -> bool:
-        """Return True if the reachable part is below `ratio` of the largest, or no bottleneck can be measured."""
-        within = [1.0 - share for share in progress.out_of_reach]
-        return not progress.bottlenecks or within[-1] < self.ratio * max(within)
+        """Return True if the achievable part is below `ratio` of its maximum, or no bottleneck can be measured."""
+        achievable = [1.0 - out_of_reach for out_of_reach in progress.out_of_reach]
+        return not progress.bottlenecks or achievable[-1] < self.ratio * max(achievable)
 
 
 class Budget(Demand):
@@ -284,7 +284,7 @@ class Budget(Demand):
         super().__init__(**demand)
         finite(percent=percent)
         if not 0 < percent <= 100:
-            raise ValueError(f"percent must lie above 0 and at most at 100, not {percent}.")
+            raise ValueError(f"percent must be above 0 and at most 100, not {percent}.")
         self.percent = percent
 
     def wants(self, progress: Progress) -> bool:
@@ -300,8 +300,8 @@ class Budget(Demand):
         super().check(total_epochs, steps, cheapest)
         if cheapest > self.percent:
             raise ValueError(
-                f"percent={self.percent} is below {cheapest:.1f}, what growing late costs: "
-                "raise it, or lower final_fraction or initial_width."
+                f"percent={self.percent} is below {cheapest:.1f}, the cost of growing as late as possible: raise it, "
+                "or lower final_fraction or initial_width."
             )
 
 
@@ -312,9 +312,9 @@ class OnDemand(Trigger):
     same.
 
     Args:
-        demand: decides.
+        demand: demand that decides when to grow.
         stages: schedule of the widths; its epochs are ignored.
-        total_epochs: of the run.
+        total_epochs: epochs of the run.
 
     Attributes:
         auxiliary_passes: the demand's measurements on data, with their results and cost.
@@ -324,28 +324,28 @@ class OnDemand(Trigger):
 
     def __init__(self, demand: Demand, stages: Schedule, total_epochs: int) -> None:
         if not isinstance(demand, Demand) or not isinstance(stages, Schedule):
-            raise UserError("OnDemand needs a demand and a schedule: such as Plateau() and make_schedule(...).")
+            raise UserError("OnDemand needs a demand and a schedule, such as Plateau() and make_schedule(...).")
         self.demand, self.total_epochs, self._stages = demand, total_epochs, stages
         self.plans_cost = demand.plans_cost
         self.auxiliary_passes: list[dict[str, Any]] = []
 
     def steps(self, graph: WidthGraph) -> list[Widths]:
         """Widths that growth goes through, without repetitions, starting with the seed's."""
-        found: list[Widths] = []
+        steps: list[Widths] = []
         for stage in self._stages.widths(graph):
             widths = {group: width for group, width in stage.items() if group not in self.left_to_parts}
-            if not found or widths != found[-1]:
-                found.append(widths)
-        self._known = found
-        return found
+            if not steps or widths != steps[-1]:
+                steps.append(widths)
+        self._steps = steps
+        return steps
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
         """Return the fraction of the steps that every group has reached."""
-        last = len(self._known) - 1
-        return 1 - len(_above(self._known, widths)) / last if last else 1.0
+        last = len(self._steps) - 1
+        return 1 - len(_above(self._steps, widths)) / last if last else 1.0
 
     def stage_end(self, grower: GrowingNetwork) -> int:
-        """Return the latest epoch to grow at; at full width the number of the run's epochs."""
+        """Return the latest epoch of the next event; at full width the number of the run's epochs."""
         ahead = len(_above(self.steps(grower.graph), grower.state.widths))
         return self.demand.latest(self.total_epochs, ahead) if ahead else self.total_epochs
 
@@ -367,19 +367,19 @@ class OnDemand(Trigger):
         epoch, state = grower.clock.epoch, grower.state
         if not epoch and not grower.clock.step:
             self._check(grower)
-        # Nothing is known before the first epoch, and an epoch that a run is resumed in has been asked about.
+        # There are no records before the first epoch, and a resumed run has decided for its epoch already.
         if not state.asked < epoch < self.total_epochs or not epoch:
             return None
         state.asked = epoch
         progress = self._progress(grower)
-        led = {group: width for group, width in state.widths.items() if group not in self.left_to_parts}
+        current = {group: width for group, width in state.widths.items() if group not in self.left_to_parts}
         try:
             with as_user_errors():
-                widths = self.demand.decide(progress, led, self.steps(grower.graph))
+                widths = self.demand.decide(progress, current, self.steps(grower.graph))
         except KeyError as error:
             raise UserError(
-                f"{type(self.demand).__name__} uses the column {error} of the records, which lack it: give each "
-                "epoch's in Grower.provide(records=...)."
+                f"{type(self.demand).__name__} uses the column {error}, which the records lack: give it for each epoch "
+                "in Grower.provide(records=...)."
             ) from error
         reason = {
             "by": type(self.demand).__name__,
@@ -389,7 +389,7 @@ class OnDemand(Trigger):
         }
         widths, reason = gather((widths, reason))[0]
         grower.notes["demand"] = reason
-        return None if widths == led else {**state.widths, **widths}
+        return None if widths == current else {**state.widths, **widths}
 
     def _check(self, grower: GrowingNetwork) -> None:
         training = grower.training
@@ -399,11 +399,11 @@ class OnDemand(Trigger):
                 "reference_flops=...) before the first step; see growlab.grower.triggers.Training."
             )
         if isinstance(grower.method, WidthDecision):
-            raise UserError(f"{grower.method.name} decides widths itself; take it with a schedule of stages.")
+            raise UserError(f"{grower.method.name} decides widths itself; use it with a schedule of stages.")
         if self.demand.wants_bottlenecks and not measurable(grower.graph, grower.network):
             raise UserError(
-                f"{type(self.demand).__name__} measures channels with one producing and one consuming layer, of "
-                f"which this network has none: use Plateau or GradientNorm."
+                f"{type(self.demand).__name__} measures channels with one producing and one consuming layer, and this "
+                f"network has none: use Plateau or GradientNorm."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -411,7 +411,7 @@ class OnDemand(Trigger):
         return {"looks": list(self.auxiliary_passes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.auxiliary_passes = list(state["looks"])
 
     def _progress(self, grower: GrowingNetwork) -> Progress:
@@ -425,9 +425,9 @@ class OnDemand(Trigger):
             flops(stages[row["stage"]], self.fraction_grown(row["stage"], stages[row["stage"]])) * samples[row["epoch"]]
             for row in rows
         )
-        # Every stage so far as triggers count, which ignore events requested by parts.
+        # Each stage so far as triggers count stages, without events requested by parts.
         scheduled = [0, *accumulate(int("asked_by" not in event.notes) for event in grower.events)]
-        found = self._measure(grower) if above and self.demand.wants_bottlenecks else {}
+        measured = self._measure(grower) if above and self.demand.wants_bottlenecks else {}
         spent += sum(
             passes.get("auxiliary_flops", 0)
             for passes in (*(event.notes for event in grower.events), *self.auxiliary_passes)
@@ -443,23 +443,23 @@ class OnDemand(Trigger):
             spent * percent,
             (spent + cheapest_remaining_cost(costs, samples[epoch:], self.demand.min_epochs)) * percent,
             self._gradient_norms(grower) if self.demand.wants_gradients else {},
-            found,
-            [look["out_of_reach"] for look in self.auxiliary_passes if scheduled[look["stage"]] == stage],
+            measured,
+            [pass_["out_of_reach"] for pass_ in self.auxiliary_passes if scheduled[pass_["stage"]] == stage],
         )
 
     def _measure(self, grower: GrowingNetwork) -> dict[str, Bottleneck]:
         data = grower.measurement(self.demand.batches, type(self.demand).__name__)
-        found = bottlenecks(grower.graph, grower.state.widths, data, grower.seed)
-        found = {group: one for group, one in found.items() if group not in self.left_to_parts}
-        missing = {group: {"wanted": one.wanted, "missing": one.missing} for group, one in found.items()}
-        look = {"stage": grower.state.stage, "epoch": grower.clock.epoch, "out_of_reach": out_of_reach(found)}
-        self.auxiliary_passes.append({**look, "bottlenecks": missing, **data.report()})
-        return found
+        measured = bottlenecks(grower.graph, grower.state.widths, data, grower.seed)
+        measured = {group: one for group, one in measured.items() if group not in self.left_to_parts}
+        receipt = {"stage": grower.state.stage, "epoch": grower.clock.epoch, "out_of_reach": out_of_reach(measured)}
+        by_group = {group: asdict(bottleneck) for group, bottleneck in measured.items()}
+        self.auxiliary_passes.append({**receipt, "bottlenecks": by_group, **data.report()})
+        return measured
 
     def _gradient_norms(self, grower: GrowingNetwork) -> dict[str, float]:
         """Root mean square of the running gradient of the layers that produce each group's channels."""
-        found = grower.gradients()
-        if not found:
+        gradients = grower.gradients()
+        if not gradients:
             raise UserError(
                 f"{type(self.demand).__name__} uses running gradients, which this optimizer does not keep: set its "
                 f"momentum, or choose another optimizer."
@@ -468,9 +468,9 @@ class OnDemand(Trigger):
         counts: dict[str, int] = {}
         for name, parameter in grower.network.named_parameters():
             axes = [axis for axis in grower.graph.axes.get(name, ()) if axis.role == "out"]
-            if name not in found or not axes:
+            if name not in gradients or not axes:
                 continue
-            square = float(found[name].double().square().sum())
+            square = float(gradients[name].double().square().sum())
             for group in {group for axis in axes for group in axis.groups}:
                 squares[group] = squares.get(group, 0.0) + square
                 counts[group] = counts.get(group, 0) + parameter.numel()
@@ -481,8 +481,8 @@ def cheapest_remaining_cost(flops: Sequence[int], samples: Sequence[int], every:
     """Forward FLOPs of the remaining run if it grows now, and then one step every `every` epochs.
 
     Args:
-        flops: per sample, at each remaining step; empty if nothing is left to grow, which costs nothing.
-        samples: of each remaining epoch.
+        flops: FLOPs per sample at each remaining step; if empty the result is 0.
+        samples: number of samples of each remaining epoch.
         every: epochs at each step except the last.
     """
     last = len(flops) - 1

@@ -35,7 +35,7 @@ class Clock:
     Attributes:
         epoch: the current epoch, from 0.
         step: optimizer steps done.
-        cost: spent so far, in any unit (FLOPs, images, a fraction of the budget).
+        cost: cost so far, in any unit (FLOPs, images, a fraction of the budget).
 
     Raises:
         UserError: a value is not a finite number.
@@ -47,10 +47,10 @@ class Clock:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            # Each batch of a training makes a clock.
+            # First, since each batch of a training makes a clock.
             if type(value) is int or (type(value) is float and isfinite(value)):
                 continue
-            # numpy's and torch's would be in checkpoints, which `torch.load(weights_only=True)` does not take then.
+            # A checkpoint with numbers of numpy or torch could not be loaded by `torch.load(weights_only=True)`.
             if hasattr(value, "item"):
                 object.__setattr__(self, name, value.item())
             with as_user_errors():
@@ -62,10 +62,9 @@ class Clock:
         Raises:
             UserError: a value is not a finite number, or smaller than before.
         """
-        own = vars(self)
-        later = Clock(**{**own, **given})
+        later = replace(self, **given)
         for name in given:
-            old, new = own[name], getattr(later, name)
+            old, new = getattr(self, name), getattr(later, name)
             if new < old:
                 raise UserError(
                     f"{name} {new} is before {name} {old} of an earlier call of Grower.step: growth goes forwards; "
@@ -79,22 +78,23 @@ class Training:
     """Data, cost and records that a training loop provides for triggers, parts and methods.
 
     Attributes:
-        batches: maps n to n training batches (this process's part): tuples of inputs and a target, or of a dict of
-            inputs and a target.
-        loss: mean loss of a batch from the network's output and the target.
-        step_loss: training loss of a batch as the loop's own step computes it, instead of `loss`, for triggers that
-            train steps; batches may then have any form.
-        weight: weight of a batch in means over batches, from output and target; None: its number of samples.
+        batches: function of n that returns n training batches (this process's part): tuples of inputs and a target, or
+            of a dict of inputs and a target.
+        loss: function of the network's output and the target that returns the mean loss of a batch.
+        step_loss: function of a batch that returns its training loss as the loop's own step computes it, for triggers
+            that train steps; used instead of `loss`, and batches may then have any form.
+        weight: function of output and target that returns the batch's weight in means over batches; None: its number of
+            samples.
         near_zero: smallest number that training's precision distinguishes from zero.
         steps: optimizer steps of each epoch.
         total_steps: optimizer steps of the whole training; None: unknown.
         samples: training samples of each epoch.
-        records: records of each epoch so far, by column of metrics.csv.
-        reference_flops: forward FLOPs of the fixed-size run, the 100 % of costs.
-        flops: maps widths and the fraction of growth done to forward FLOPs per sample.
-        epoch_batches: maps an epoch and a number that seeds order and augmentation to all of the epoch's training
-            batches, this process's part.
-        seed_draws: seeds the network's own draws (dropout) by an epoch and a batch's number.
+        records: function that returns the records of each epoch so far, by column of metrics.csv.
+        reference_flops: forward FLOPs of the fixed-size run, which count as 100 %.
+        flops: function of widths and the fraction of growth that returns forward FLOPs per sample.
+        epoch_batches: function of an epoch, and of a seed of order and augmentation, that returns all training batches
+            of the epoch (this process's part).
+        seed_draws: function of an epoch and a batch's index that seeds the network's own draws (dropout).
     """
 
     batches: Callable[[int], Sequence[tuple[Tensor, ...]]] | None = None
@@ -127,7 +127,7 @@ class Training:
 
 
 class Declined(Exception):
-    """Raised by a trigger behind an event that it asked for: all events of this moment are undone."""
+    """Raised by a trigger after an event that it requested, to undo all events of the same step."""
 
     def __init__(self, receipt: Mapping[str, Any]) -> None:
         self.receipt = receipt
@@ -136,8 +136,8 @@ class Declined(Exception):
 class Trigger(Described, ABC):
     """Decides the next widths and when to grow.
 
-    Decisions must be a function of the grower and the trigger's `state_dict`: all processes ask, and a resumed run
-    asks again.
+    Decisions must depend only on the grower and the trigger's `state_dict`: all processes ask, and a resumed run asks
+    again.
 
     Attributes:
         unit: clock unit that it reads ("epoch", "step" or "cost"), which the loop has to provide; None: none, or
@@ -145,7 +145,7 @@ class Trigger(Described, ABC):
         knows_stages: True if the start of each stage is known before training.
         resizes: False if the network keeps its full widths throughout.
         plans_cost: True if it compares costs of future widths, so parts may not decide widths.
-        auxiliary_passes: measurements on data behind its decisions, with their results and cost.
+        auxiliary_passes: measurements on data for its decisions, with their results and cost.
         left_to_parts: groups whose widths parts decide; set before `next` is called.
         wants_steps: True if it trains steps of its own, for which front ends provide batches and `step_loss`.
     """
@@ -258,13 +258,17 @@ class GrowingNetwork(ABC):
         """Optimizers that step the parameters: those inside of wrappers, not the wrappers."""
         return [optimizer for optimizer in self.optimizers if not any(True for _ in inside(optimizer))]
 
+    def _saved_optimizers(self) -> list[Optimizer]:
+        # A wrapper without a state_dict has no state besides that of the optimizer inside.
+        return [optimizer for optimizer in self.optimizers if hasattr(optimizer, "state_dict")]
+
     def checkpoint(self) -> dict[str, Any]:
-        """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""
+        """Copy everything that training changes between two growth events: network, optimizers, averages and parts."""
         networks = [self.network, *self.copies().values()]
         return deepcopy(
             {
                 "networks": [dict(network.state_dict()) for network in networks],
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "optimizers": [optimizer.state_dict() for optimizer in self._saved_optimizers()],
                 "parts": [part.state_dict() for part in self.parts],
                 "annealing": self._annealing,
             }
@@ -272,12 +276,12 @@ class GrowingNetwork(ABC):
 
     @on_cpu
     def put_back(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `checkpoint` returned at the same stage."""
+        """Restore the result of `checkpoint` at the same stage."""
         saved = deepcopy(dict(saved))
         networks = [self.network, *self.copies().values()]
         for network, tensors in zip(networks, saved["networks"], strict=True):
             network.load_state_dict(tensors)
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+        for optimizer, state in zip(self._saved_optimizers(), saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         for part, state in zip(self.parts, saved["parts"], strict=True):
             part.load_state_dict(state)
@@ -289,7 +293,7 @@ class GrowingNetwork(ABC):
 
     @abstractmethod
     def regions(self) -> dict[str, Regions]:
-        """Elements of each parameter by the stage that they came with, by name, on the network's device."""
+        """Regions of each parameter, by name, on the network's device: its elements by the stage that added them."""
 
     def rebuilding(self) -> AbstractContextManager[None]:
         """Make a context in which the network's parameters can be replaced, also if it is sharded."""
@@ -310,11 +314,11 @@ class GrowingNetwork(ABC):
         """Return a measurement on training batches; results are averaged over processes.
 
         Args:
-            number: of batches.
+            number: number of batches.
             asker: name in the error message.
 
         Raises:
-            UserError: the loop has provided none.
+            UserError: the loop has provided no training data.
         """
         training = self.training
         if training.batches is None or training.loss is None:

@@ -29,7 +29,7 @@ class FixedSize(GrowthMethod):
         width_multiple: width of every group relative to full width; may be above 1.
         initialisation: "constructor", "standard" or "mup".
         gain: variance of hidden weights times fan-in; 2 suits ReLU.
-        depth_multiple: fraction of the insertable blocks that the network has, the first ones; 0: none.
+        depth_multiple: fraction of the insertable blocks that are present, the first ones.
 
     Raises:
         ValueError: the initialisation is unknown, or a multiple is out of range.
@@ -47,7 +47,7 @@ class FixedSize(GrowthMethod):
         one_of(_OUTPUT_POWER, initialisation=initialisation)
         finite(depth_multiple=depth_multiple)
         if not 0 <= depth_multiple <= 1:
-            raise ValueError(f"depth_multiple must be a part of the blocks, from 0 to 1, not {depth_multiple}.")
+            raise ValueError(f"depth_multiple must be a fraction of the blocks, from 0 to 1, not {depth_multiple}.")
         self.width_multiple, self.depth_multiple = width_multiple, depth_multiple
         self.draws_full_width = initialisation != "constructor"
         self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])
@@ -63,7 +63,7 @@ class RandomGrowth(GrowthMethod):
     W' = W at old rows and columns, N(0, gain / fan_in) elsewhere; new channels of a batch normalisation start
     with weight 1, bias 0, mean 0, variance 1.
 
-    **Preserves** nothing: old channels now also sum the new ones.
+    **Preserves** nothing: old channels now sum over new ones too.
     """
 
     preserves = False

@@ -9,7 +9,7 @@ from torch import Tensor
 from growlab.base.pieces import OneByOne
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.growth.methods.net2net import divided, replicas, replicate
-from growlab.widths import Layer, Part, grid
+from growlab.widths import grid
 
 
 class Bert2Bert(GrowthMethod):
@@ -26,8 +26,8 @@ class Bert2Bert(GrowthMethod):
     blocks compute similar functions, which is the paper's argument; the receipt shows it. Without counterparts the
     method is `Net2Net`, exact.
     **Gradients** do not follow from the old network's. Optimizer state is mapped as for `Net2Net`.
-    **Departs from the paper**: the next block is found by name (`layers.3.` and `layers.4.`), by equal
-    shapes; under normalisations over channels copies share their channel's weight in the statistics (`weighted_norms`).
+    **Departs from the paper**: the next block is found by names (`layers.3.` and `layers.4.`) and equal shapes; under
+    normalisations over channels copies share their channel's weight in the statistics (`weighted_norms`).
     """
 
     preserves = False
@@ -49,11 +49,11 @@ class Bert2Bert(GrowthMethod):
 
 
 def _with_old_rows(context: GrowthContext, name: str, own: Tensor, upper: Tensor) -> Tensor:
-    places = [
+    positions = [
         axis.kept(context.old_widths, context.new_widths) if axis.role == "out" else torch.arange(own.shape[dim])
         for dim, axis in enumerate(context.axes(name))
     ]
-    old_rows, result = grid(places, own.device), upper.clone()
+    old_rows, result = grid(positions, own.device), upper.clone()
     result[old_rows] = own[old_rows]
     return result
 
@@ -62,7 +62,7 @@ def _rows_of_the_next_block(context: GrowthContext) -> dict[str, str]:
     """Map each weight (and its bias) to the tensor of the next block that it takes new rows from."""
     layers, taken = context.graph.layers, {}
     for layer in layers:
-        same_kind = [other for other in layers if _kind(other) == _kind(layer)]
+        same_kind = [o for o in layers if (o.depthwise, o.transposed) == (layer.depthwise, layer.transposed)]
         upper = _above(context, layer.weight, {other.weight for other in same_kind})
         if upper is None or not context.changes(layer.weight):
             continue
@@ -72,10 +72,6 @@ def _rows_of_the_next_block(context: GrowthContext) -> dict[str, str]:
         if layer.bias is not None and upper is not None and context.changes(layer.bias):
             taken[layer.bias] = upper
     return {name: taken[name] for name in context.old if name in taken}
-
-
-def _kind(layer: Layer) -> tuple[bool, bool]:
-    return layer.depthwise, layer.transposed
 
 
 def _above(context: GrowthContext, name: str, layers: Collection[str | None]) -> str | None:
@@ -91,10 +87,12 @@ def _above(context: GrowthContext, name: str, layers: Collection[str | None]) ->
 def _form(context: GrowthContext, name: str) -> tuple[tuple[object, ...], ...]:
     """Roles and parts of a tensor's axes, with groups' widths in place of their names, for comparison."""
     return tuple(
-        (axis.role, *((part.outer, part.inner, _width(context, part)) for part in axis.parts))
+        (
+            axis.role,
+            *(
+                (part.outer, part.inner, None if part.group is None else context.old_widths[part.group])
+                for part in axis.parts
+            ),
+        )
         for axis in context.axes(name)
     )
-
-
-def _width(context: GrowthContext, part: Part) -> int | None:
-    return None if part.group is None else context.old_widths[part.group]

@@ -16,8 +16,8 @@ from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
 from growlab.growth.methods.splitting import Split, directions, refuses_to_split
 from growlab.widths import resized
 
-# If all that follows a neuron is linear, the gradients of its halves are equal. A difference below this many roundings
-# counts as 0: steps of a fixed length would turn rounding into a direction.
+# If everything behind a neuron is linear, the gradients of its halves are equal. A difference below this many rounding
+# errors counts as 0, since steps of a fixed length would turn rounding into a direction.
 _ROUNDINGS = 100.0
 
 
@@ -74,7 +74,7 @@ class FireFly(DataDriven):
         """Refuse more new neurons than candidates, and channels without a producer or consumer."""
         if self.new_candidates < 1:
             return refuses_to_split(fans, before, after)
-        return None if fans.incoming and fans.outgoing else "no layer puts out, or none takes, its channels"
+        return None if fans.incoming and fans.outgoing else "no layer produces, or none consumes, its channels"
 
     def grow_from_data(
         self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
@@ -102,7 +102,7 @@ class FireFly(DataDriven):
 
 @dataclass
 class _Neighbourhood:
-    """All candidates of an event: `moves` of the splits, and new channels in `tensors` behind the old ones."""
+    """All candidates of an event: `moves` of the splits, and new channels after the old ones in `tensors`."""
 
     method: FireFly
     context: GrowthContext
@@ -121,7 +121,7 @@ class _Neighbourhood:
         names = names_of(groups, "incoming")
         moves = {name: torch.zeros_like(tensors[name]) for name in names}
         self = cls(method, context, groups, wider, tensors, moves)
-        view, weights = self._view, {name for fans in groups for name in (p.weight for p in fans.producers)}
+        view, weights = self._view, {producer.weight for fans in groups for producer in fans.producers}
         rows = {
             name: method.new_weights.draw(wider, name).to(tensors[name]) if name in weights else tensors[name]
             for name in names
@@ -131,7 +131,7 @@ class _Neighbourhood:
             theta = view.read(tensors, fans.incoming, group, channels)
             away = directions(context, f"splits of {group}", theta)
             view.write(moves, fans.incoming, group, channels, away * lengths(theta)[:, None] * method.epsilon)
-            new = self._view.new(fans.group)
+            new = view.new(group)
             if not len(new):
                 continue
             view.write(tensors, fans.incoming, group, new, view.read(rows, fans.incoming, group, new))
@@ -177,19 +177,18 @@ class _Neighbourhood:
     def _gradients(self, data: Measurement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the gradients by moves, and those by the tensors that contain new channels."""
         split = self._split()
-        names = names_of(self.groups, "incoming", "outgoing")
-        found = data.gradients(split.tensors(self.moves), names)
-        into = names_of(self.groups, "incoming")
-        moved = split.by_moves(found, into)
-        sizes = split.by_plain({name: found[name].abs() for name in into}, into)
+        names, incoming = names_of(self.groups, "incoming", "outgoing"), names_of(self.groups, "incoming")
+        gradients = data.gradients(split.tensors(self.moves), names)
+        moved = split.by_moves(gradients, incoming)
+        sizes = split.by_plain({name: gradients[name].abs() for name in incoming}, incoming)
         for fans in self.groups:
-            self._without_rounding(moved, sizes, fans)
-        return moved, split.by_plain(found, names)
+            self._zero_rounding(moved, sizes, fans)
+        return moved, split.by_plain(gradients, names)
 
-    def _without_rounding(self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: GroupTensors) -> None:
+    def _zero_rounding(self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: GroupTensors) -> None:
         """Zero rows of gradients by moves that are no larger than the rounding error of their difference."""
         channels, view = torch.arange(self.context.old_widths[fans.group]), self._view
-        rows, size = (view.read(one, fans.incoming, fans.group, channels) for one in (moved, sizes))
+        rows, size = (view.read(tensors, fans.incoming, fans.group, channels) for tensors in (moved, sizes))
         rounding = _ROUNDINGS * torch.finfo(rows.dtype).eps * lengths(size)
         rows = torch.where((lengths(rows) > rounding)[:, None], rows, torch.zeros_like(rows))
         view.write(moved, fans.incoming, fans.group, channels, rows)
@@ -219,19 +218,19 @@ class _Neighbourhood:
         target = ChannelView(self.context.graph, widths, old)
         before = self.wider.new_widths
         tensors, moves = (
-            {name: resized(one, self.context.axes(name), before, widths) for name, one in many.items()}
-            for many in (self.tensors, self.moves)
+            {name: resized(tensor, self.context.axes(name), before, widths) for name, tensor in by_name.items()}
+            for by_name in (self.tensors, self.moves)
         )
         for fans in self.groups:
             group, chosen = fans.group, grown[fans.group][1]
             if not len(chosen):
                 continue
-            places = torch.arange(old[group], widths[group])
+            channels = torch.arange(old[group], widths[group])
             for side in ("incoming", "outgoing"):
                 values = view.read(self.tensors, getattr(fans, side), group, old[group] + chosen)
                 if side == "outgoing":
                     values = values * signs[group][chosen.to(values.device)][:, None]
-                target.write(tensors, getattr(fans, side), group, places, values)
+                target.write(tensors, getattr(fans, side), group, channels, values)
         split = Split.of(plain, tensors, {group: chosen for group, (chosen, _) in grown.items()})
         return GrownTensors(split.tensors(moves), carry=split.carry(old), report=report)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from growlab.base.settings import above, one_of, whole
-from growlab.growth.data_driven import Candidates, DataDriven, padded, unit, upright
+from growlab.growth.data_driven import Candidates, DataDriven, lengths, padded, unit, upright
 from growlab.growth.fans import ChannelView, GroupTensors, names_of
 from growlab.growth.measurement import Measurement, right_derivatives
 from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
@@ -16,9 +16,9 @@ from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
 SIDES = ("auto", "fan_in", "fan_out")
 # Relative change of the loss that counts as rounding if new channels should not contribute.
 _ROUNDING = 1e-4
-# Resting points tried for new channels, in units of the smallest number used: zero, then just above and below it.
+# Incoming weights tried for new channels, in units of `near_zero`: zero, then just above and below it.
 _RESTS = (0.0, 1.0, -1.0)
-# Fractions of the predicted gradient norm that the network must show: to stop searching, and not to be refused.
+# Fractions of the predicted gradient norm: enough to stop searching, and the least that is accepted.
 _ENOUGH, _LEAST = 0.99, 1e-3
 
 
@@ -31,22 +31,22 @@ class GradMax(DataDriven):
         G = E[dL/dz_next h^T]        [outgoing entries, incoming entries]
 
     with h the producers' input and z_next the consumers' output (Eq. 8). Columns of Z are the first left singular
-    vectors u_1, ..., u_k of G (Eq. 11), each as long as `scale` times the mean of the old ones: of all Z with
-    orthogonal columns of these lengths c it has the largest gradient, c sqrt(sigma_1^2 + ... + sigma_k^2).
+    vectors u_1, ..., u_k of G (Eq. 11), scaled to c, `scale` times the mean length of old columns: of all Z with
+    orthogonal columns of length c it has the largest gradient, c sqrt(sigma_1^2 + ... + sigma_k^2).
 
     Such a normalisation would amplify these channels by 1 / sqrt(eps) in the first step. There the outgoing weights are
     zero, and the incoming ones maximise the norm of the outgoing ones' gradient, by `steps` steps of normalised
     gradient ascent from drawn weights of the usual length ("GradMaxOpt"); `zero="fan_out"` does so everywhere.
 
-    torch's ReLU has the derivative 0 at 0, where the new channels would stay for ever. So if the grown network does not
-    show the predicted gradient, they rest next to zero: their biases are 2^-100, or without a bias their rows have that
+    torch's ReLU has the derivative 0 at 0, so new channels there would never learn. If the grown network does not have
+    the predicted gradient, they start next to zero: their biases are 2^-100, or without a bias their rows have that
     length. In half precision it is 2^-23.
 
     **Preserves** exactly, in eval and train mode; in half precision up to rounding.
-    **Departs from the paper**: G is measured, not put together from hooks: for each outgoing entry a candidate with a 1
-    there is added to the network, and the gradient of its incoming weights is a row of G. So it is defined for several
-    producers and consumers (residual streams), and for pooling, flattening and depthwise convolutions in between, as
-    long as zero inputs give zero channels. Ascent keeps the best weights of each channel.
+    **Departs from the paper**: G is measured without hooks on layers: for each outgoing entry a candidate channel with
+    a 1 there is added to the network, and the gradient of its incoming weights is a row of G. So G is defined for
+    several producers and consumers (residual streams), and for pooling, flattening and depthwise convolutions in
+    between, as long as zero inputs give zero channels. The ascent keeps the best weights of each channel.
 
     Args:
         batches: number of training batches used at an event: the first ones of the epoch that begins.
@@ -80,7 +80,7 @@ class GradMax(DataDriven):
     def refuses(self, fans: GroupTensors, before: int, after: int) -> str | None:
         """Refuse channels without a producer or consumer, or normalised ones if `zero="fan_in"`."""
         if not fans.incoming or not fans.outgoing:
-            return f"no layer {'puts out' if not fans.incoming else 'takes'} its channels"
+            return f"no layer {'consumes' if fans.incoming else 'produces'} its channels"
         if fans.norms and self.zero == "fan_in":
             return f"{fans.norms[0].name} would divide new channels that are zero by sqrt(eps)"
         return None
@@ -93,9 +93,12 @@ class GradMax(DataDriven):
         solved = [fans for fans in groups if fans not in ascended]
         report: dict[str, dict[str, object]] = {fans.group: {} for fans in groups}
         matrices: dict[str, Tensor] = {}
-        wanted: dict[str, float] = {}
+        predicted: dict[str, float] = {}
         if solved:
             matrices, loss = accumulated(self, context, data, solved)
+            if infinite := [group for group, matrix in matrices.items() if not bool(matrix.isfinite().all())]:
+                reason = "the gradient of its incoming weights is NaN or infinite while its channels are zero"
+                return GrownTensors({}), dict.fromkeys(infinite, reason)
             flat = [fans for fans in solved if not bool(matrices[fans.group].any())]
             if flat:
                 return GrownTensors({}), _not_zero(self, context, data, solved) or _why_flat(context, data, flat)
@@ -109,56 +112,55 @@ class GradMax(DataDriven):
             view.write(tensors, fans.outgoing, fans.group, new, chosen * upright(chosen) * length)
             # A singular vector that is used twice counts twice.
             kept = values[torch.arange(len(new)) % len(values)]
-            wanted[fans.group] = length * float(torch.linalg.vector_norm(kept))
+            predicted[fans.group] = length * float(torch.linalg.vector_norm(kept))
             report[fans.group] = {"zero": "fan_in", "singular_values": kept.tolist()}
         if solved:
-            shown, at_zero = self._rest(context, data, solved, tensors, view, wanted)
-            # Other outgoing weights of channels that are zero change nothing.
+            measured, at_zero = self._write_incoming(context, data, solved, tensors, view, predicted)
+            # The outgoing weights of channels that are zero do not matter.
             if _differ(at_zero, loss) and (refused := _not_zero(self, context, data, solved)):
                 return GrownTensors({}), refused
-            asleep = {
-                group: "no gradient reaches what leads to its channels (does an activation have the derivative 0 at 0?)"
-                for group, norm in shown.items()
-                if norm < _LEAST * wanted[group]
+            refused = {
+                group: "no gradient reaches its incoming weights (does an activation have the derivative 0 at 0?)"
+                for group, norm in measured.items()
+                if norm < _LEAST * predicted[group]
             }
-            if asleep:
-                return GrownTensors({}), asleep
-            for group, norm in shown.items():
-                report[group] = {**report[group], "gradient_norm": norm, "gradient_norm_bound": wanted[group]}
+            if refused:
+                return GrownTensors({}), refused
+            for group, norm in measured.items():
+                report[group] |= {"gradient_norm": norm, "gradient_norm_bound": predicted[group]}
         if ascended:
-            found = self._ascend(context, data, ascended, tensors, view)
-            for group, norms in found.items():
+            for group, norms in self._ascend(context, data, ascended, tensors, view).items():
                 report[group] = {"zero": "fan_out", "gradient_norm": norms[-1], "gradient_norm_drawn": norms[0]}
         return GrownTensors(tensors, report={"groups": report}), {}
 
-    def _rest(
+    def _write_incoming(
         self,
         context: GrowthContext,
         data: Measurement,
         groups: Sequence[GroupTensors],
         tensors: dict[str, Tensor],
         view: ChannelView,
-        wanted: Mapping[str, float],
+        predicted: Mapping[str, float],
     ) -> tuple[dict[str, float], float]:
-        """Write incoming weights at or near zero for which the network has the predicted gradient `wanted`.
+        """Write incoming weights at or near zero for which the network has the `predicted` gradient.
 
-        Return the norm of its actual gradient, by group, and the mean loss at zero weights.
+        Return the norm of the actual gradient, by group, and the mean loss at zero weights.
         """
         best: dict[str, float] = {}
         losses: list[float] = []
         chosen: dict[str, Tensor] = {}
         names = names_of(groups, "incoming")
         for side in _RESTS:
-            trying = [fans for fans in groups if best.get(fans.group, -1.0) < _ENOUGH * wanted[fans.group]]
+            trying = [fans for fans in groups if best.get(fans.group, -1.0) < _ENOUGH * predicted[fans.group]]
             if not trying:
                 break
             rests = {fans.group: _next_to_zero(context, fans, view, data.near_zero) * side for fans in trying}
             for fans in trying:
                 view.write(tensors, fans.incoming, fans.group, view.new(fans.group), rests[fans.group])
-            found = data.gradients(tensors, names)
-            losses.append(float(found[""]))
+            gradients = data.gradients(tensors, names)
+            losses.append(float(gradients[""]))
             for fans in trying:
-                rows = view.read(found, fans.incoming, fans.group, view.new(fans.group))
+                rows = view.read(gradients, fans.incoming, fans.group, view.new(fans.group))
                 norm = float(torch.linalg.vector_norm(rows.double()))
                 if norm > best.get(fans.group, -1.0):
                     best[fans.group], chosen[fans.group] = norm, rests[fans.group]
@@ -174,13 +176,13 @@ class GradMax(DataDriven):
         tensors: dict[str, Tensor],
         view: ChannelView,
     ) -> dict[str, tuple[float, float]]:
-        """Maximise the gradient of new channels' outgoing weights over their incoming ones, written into `tensors`.
+        """Write incoming weights of new channels that maximise the gradient of their outgoing ones.
 
-        Return the norm of that gradient by group, before (with drawn weights) and after.
+        Return the norm of that gradient by group: with drawn weights, and after the ascent.
         """
         ascents = [_Ascent.start(self, context, fans, tensors, view) for fans in groups]
         for ascent in ascents:
-            ascent.put(tensors, view)
+            ascent.write(tensors, view)
         outgoing = names_of(groups, "outgoing")
         incoming = list(dict.fromkeys(slot.name for fans in groups for slot in _weights(fans)))
         started: dict[str, float] = {}
@@ -189,7 +191,7 @@ class GradMax(DataDriven):
             directions = {name: torch.zeros_like(tensors[name]) for name in outgoing}
             for ascent in ascents:
                 rows = view.read(gradients, ascent.fans.outgoing, ascent.fans.group, ascent.new)
-                ascent.keep_best(torch.linalg.vector_norm(rows, dim=1))
+                ascent.keep_best(lengths(rows))
                 started.setdefault(ascent.fans.group, float(torch.linalg.vector_norm(ascent.best)))
                 view.write(directions, ascent.fans.outgoing, ascent.fans.group, ascent.new, rows)
             if step == self.steps:
@@ -199,10 +201,10 @@ class GradMax(DataDriven):
             for ascent in ascents:
                 slope = view.read(slopes, _weights(ascent.fans), ascent.fans.group, ascent.new)
                 ascent.step(slope, self.rate * (1 - step / self.steps))
-                ascent.put(tensors, view)
+                ascent.write(tensors, view)
         for ascent in ascents:
-            ascent.now = ascent.kept
-            ascent.put(tensors, view)
+            ascent.weights = ascent.best_weights
+            ascent.write(tensors, view)
         return {
             ascent.fans.group: (started[ascent.fans.group], float(torch.linalg.vector_norm(ascent.best)))
             for ascent in ascents
@@ -215,8 +217,8 @@ class _Ascent:
 
     fans: GroupTensors
     new: Tensor
-    now: Tensor
-    kept: Tensor
+    weights: Tensor
+    best_weights: Tensor
     best: Tensor
     length: float
 
@@ -239,14 +241,15 @@ class _Ascent:
 
     def keep_best(self, norms: Tensor) -> None:
         better = norms > self.best
-        self.kept = torch.where(better[:, None], self.now, self.kept)
+        self.best_weights = torch.where(better[:, None], self.weights, self.best_weights)
         self.best = torch.where(better, norms, self.best)
 
     def step(self, slope: Tensor, rate: float) -> None:
-        self.now = _at_length(self.now + rate * _at_length(slope.to(self.now), self.length), self.length)
+        step = rate * _at_length(slope.to(self.weights), self.length)
+        self.weights = _at_length(self.weights + step, self.length)
 
-    def put(self, tensors: dict[str, Tensor], view: ChannelView) -> None:
-        view.write(tensors, _weights(self.fans), self.fans.group, self.new, self.now)
+    def write(self, tensors: dict[str, Tensor], view: ChannelView) -> None:
+        view.write(tensors, _weights(self.fans), self.fans.group, self.new, self.weights)
 
 
 def accumulated(
@@ -259,21 +262,23 @@ def accumulated(
     names = names_of(groups, "incoming")
     rows: dict[str, list[Tensor]] = {fans.group: [] for fans in groups}
     growth = {group: context.new_widths[group] - width for group, width in context.old_widths.items()}
-    for one in Candidates.of_each_entry(method, context, groups, growth):
-        found = data.gradients(one.tensors, names, [right_derivatives()])
+    for candidates in Candidates.of_each_entry(method, context, groups, growth):
+        view, gradients = candidates.view, data.gradients(candidates.tensors, names, [right_derivatives()])
         for fans in groups:
-            rows[fans.group].append(one.view.read(found, fans.incoming, fans.group, one.new[fans.group]).double())
-    return {group: torch.cat(parts) for group, parts in rows.items()}, float(found[""])
+            rows[fans.group].append(
+                view.read(gradients, fans.incoming, fans.group, candidates.new[fans.group]).double()
+            )
+    return {group: torch.cat(parts) for group, parts in rows.items()}, float(gradients[""])
 
 
 def _why_flat(context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]) -> dict[str, str]:
     """Return why no gradient reaches the incoming weights of new channels, by group."""
-    found = data.gradients(context.old, names_of(groups, "incoming"))
+    gradients = data.gradients(context.old, names_of(groups, "incoming"))
     return {
         fans.group: (
-            "the gradient of what leads to its channels is zero while they are (are they multiplied?)"
-            if any(bool(found[slot.name].any()) for slot in fans.incoming)
-            else "the channels that it has get no gradient either: the network no longer learns (lower optimizer.lr)"
+            "the gradient of its incoming weights is zero while its channels are zero (are they multiplied?)"
+            if any(bool(gradients[slot.name].any()) for slot in fans.incoming)
+            else "its old channels get no gradient either: the network no longer learns (lower optimizer.lr)"
         )
         for fans in groups
     }
@@ -282,7 +287,7 @@ def _why_flat(context: GrowthContext, data: Measurement, groups: Sequence[GroupT
 def _not_zero(
     method: DataDriven, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
 ) -> dict[str, str]:
-    """Return the groups, with reasons, whose new channels change the loss though their incoming weights are zero."""
+    """Return groups whose new channels change the loss although their incoming weights are zero, with reasons."""
 
     def loss(chosen: Sequence[GroupTensors]) -> float:
         grown = {fans.group: context.old_widths[fans.group] + 1 for fans in chosen}
@@ -304,7 +309,7 @@ def _not_zero(
         return {}
     alone = [fans for fans in groups if differs([fans])] or groups
     return {
-        fans.group: f"behind {fans.producers[0].name} its channels are not zero where the weights that lead to them are"
+        fans.group: f"behind {fans.producers[0].name} its channels are not zero although their incoming weights are"
         for fans in alone
     }
 
@@ -314,7 +319,7 @@ def _differ(one: float, other: float) -> bool:
 
 
 def _next_to_zero(context: GrowthContext, fans: GroupTensors, view: ChannelView, near_zero: float) -> Tensor:
-    """Incoming weights of new channels that rest next to zero, [channels, entries]; the same for all channels."""
+    """Incoming weights next to zero, [channels, entries]; the same for all new channels."""
     pieces = []
     biased = {layer.weight for layer in fans.producers if layer.bias in {slot.name for slot in fans.incoming}}
     for slot in fans.incoming:
@@ -334,9 +339,8 @@ def _weights(fans: GroupTensors) -> list:
 
 
 def _mean_length(rows: Tensor) -> float:
-    return float(torch.linalg.vector_norm(rows.double(), dim=1).mean())
+    return float(lengths(rows.double()).mean())
 
 
 def _at_length(rows: Tensor, length: float) -> Tensor:
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return torch.where(norms > 0, rows * (length / norms.clamp(min=torch.finfo(rows.dtype).tiny)), rows)
+    return unit(rows) * length

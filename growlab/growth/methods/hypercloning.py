@@ -33,13 +33,13 @@ class HyperCloning(GrowthMethod):
     its clones; statistics over channels are then weighted for a while (`weighted_norms`). A weight whose rows and
     columns do not grow by the same whole n is cloned symmetrically. Where channels differ by constants, clones get zero
     outgoing weights, as in `Net2Net`.
-    **Is** `Net2Net` with clones in order in place of drawn ones, but for the diagonal form and the noise.
+    **Equals** `Net2Net` with clones in order instead of drawn ones, except for the diagonal form and the noise.
 
     Args:
         form: "symmetric" or "diagonal".
         noise_std: see above.
         gain: see `NewWeights`.
-        new_weights: its rule.
+        new_weights: rule of `NewWeights`.
 
     Raises:
         ValueError: the form is unknown.
@@ -93,11 +93,8 @@ class HyperCloning(GrowthMethod):
             return noise.mul_(self.noise_std).mul_(self.new_weights.std(context, context.layers[name]))
 
         before, after = context.old_widths, context.new_widths
-        wider = (
-            name
-            for name in context.layers
-            if any(before[g] != after[g] for axis in context.axes(name) if axis.role == "in" for g in axis.groups)
-        )
+        columns = {name: [axis for axis in context.axes(name) if axis.role == "in"] for name in context.layers}
+        wider = (n for n, axes in columns.items() if any(before[g] != after[g] for axis in axes for g in axis.groups))
         return OneByOne(wider, noise)
 
 

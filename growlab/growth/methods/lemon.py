@@ -13,7 +13,7 @@ from growlab.growth.methods.net2net import copies, divided, replicate
 class Lemon(GrowthMethod):
     """Copy channels in order and divide their outgoing weights unevenly, so that copies get different gradients.
 
-    Channel j copies j mod D. Its consumers' columns are multiplied by a share a(j),
+    Channel j copies channel j mod D. Its consumers' columns are multiplied by a share a(j),
 
         W'[i, j] = a(j) W[pi(i), pi(j)],    sum over the copies j of a channel of a(j) = 1,    all a(j) different
 
@@ -26,14 +26,14 @@ class Lemon(GrowthMethod):
     **Departs from the paper**: shares are drawn once for a whole width group. Where a stream under layer or RMS
     normalisation does not grow by a whole factor, the paper fills the rest with the mean of the channels, or with
     zeros, and changes gain and eps; here copies are weighted by their shares in the statistics (`weighted_norms`), and
-    the first part of a stage anneals the weights to 1. For a saved model `growlab.widen` follows the paper. Where
-    channels differ by constants, old channels keep the whole share, as in `Net2Net`.
+    the weights are annealed to 1 in the first part of a stage. For a saved model `growlab.widen` follows the paper.
+    Where channels differ by constants, old channels keep the whole share, as in `Net2Net`.
 
     Args:
         spread: shares are drawn from 1 - spread to 1 + spread, and then divided by their sum over the copies.
         noise_std: see `GrowthMethod`.
         gain: see `NewWeights`.
-        new_weights: its rule.
+        new_weights: rule of `NewWeights`.
 
     Raises:
         ValueError: the spread is not between 0 and 1.
@@ -58,7 +58,7 @@ class Lemon(GrowthMethod):
         return GrownTensors(tensors, carry=carry)
 
     def _shares(self, context: GrowthContext, group: str, source: Tensor) -> Tensor:
-        """Draw the share a(j) of each channel, float64 [new width]; 1 for channels without copies."""
+        """Draw the share a(j) of each channel, float64 [new width]; it is 1 for channels without copies."""
         draws = context.generator(f"shares of {group}")
         sizes = 1 + self.spread * (2 * torch.rand(len(source), generator=draws, dtype=torch.float64) - 1)
         totals = torch.zeros(context.old_widths[group], dtype=torch.float64).index_add_(0, source, sizes)

@@ -18,17 +18,17 @@ class Net2Net(GrowthMethod):
 
         W'[i, j] = W[pi(i), pi(j)] / n(pi(j))
 
-    (Net2Net, Eq. 2 and Algorithm 1): rows are copied, columns are copied and divided. Biases, norm parameters
-    and statistics are copied. Without noise this is the function-preserving initialisation of bert2BERT, too (Chen et
-    al., ACL 2022, Section 3.2: g_in and g_out are pi; whole heads are copied): `growth=bert2bert_fpi`.
+    (Net2Net, Eq. 2 and Algorithm 1): rows are copied, columns are copied and divided. Biases, norm parameters and
+    statistics are copied. Without noise this is also bert2BERT's function-preserving initialisation (Chen et al., ACL
+    2022, Section 3.2: g_in and g_out are pi; whole heads are copied), `growth=bert2bert_fpi`.
 
     **Preserves** exactly, in eval and train mode, residual streams included.
     **Gradients** follow exactly: the copies of c share the gradient of its activation equally, so rows are copied
     and divided by n, columns copied: g'[i, j] = g[pi(i), pi(j)] / n(pi(i)).
     **Departs from the paper**: pi is drawn once for a whole width group, which residual streams need. Under layer,
-    RMS or group normalisation every channel gets equally many copies where the factor is a whole number, which keeps
-    the plain statistics; otherwise copies share their channel's weight in them (`weighted_norms`). Where constants
-    tell channels apart, no copy can equal its original: nothing reads it at first (`divided`).
+    RMS or group normalisation every channel gets equally many copies if the factor is a whole number, which preserves
+    the plain statistics; otherwise copies share their channel's weight in the statistics (`weighted_norms`). Where
+    channels differ by constants, no copy can equal its original: it gets zero outgoing weights (`divided`).
     """
 
     def grow(self, context: GrowthContext) -> GrownTensors:
@@ -47,7 +47,7 @@ def replicas(context: GrowthContext) -> tuple[dict[str, Tensor], dict[str, Tenso
         before, after = context.old_widths[group], context.new_widths[group]
         source = context.generator(f"replicas of {group}")
         if group in normed and after % before == 0:
-            # As many copies of each channel: statistics over channels stay what they are.
+            # Equally many copies of each channel preserve statistics over channels.
             drawn = torch.arange(before).repeat(after // before - 1)
             drawn = drawn[torch.randperm(after - before, generator=source)]
         else:
@@ -65,10 +65,9 @@ def copies(source: Tensor) -> Tensor:
 def divided(
     context: GrowthContext, sources: Mapping[str, Tensor], divisors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Carry]:
-    """Divisors of the columns of copies [new width], and how gradients then follow.
+    """Return the divisors of columns, [new width] by group, and the rule for gradients.
 
-    Where constants distinguish channels (`GrowthContext.unlike`), columns of old channels stay and those of copies are
-    zero.
+    Where channels differ by constants (`GrowthContext.unlike`), columns of copies are zero, those of old channels stay.
     """
     sources, divisors = dict(sources), dict(divisors)
     for group in context.unlike:
@@ -85,9 +84,9 @@ def replicate(
     counts: Mapping[str, Tensor],
     upper: str | None = None,
 ) -> Tensor:
-    """Return a tensor at the new widths, in which each channel copies an old one (`sources`), [new width] by group.
+    """Return a tensor at the new widths whose channels copy old ones, by their `sources`, [new width] by group.
 
-    Columns are divided by `counts`. A tensor `upper` of the same shape may be copied in its place.
+    Columns are divided by `counts`. A tensor `upper` of the same shape may be copied instead.
     """
     tensor = context.old[upper or name]
     if not context.changes(name):

@@ -18,12 +18,12 @@ class PairGrowth(GrowthMethod):
         rows that produce them:      [W; V; V]
         columns that consume them:   [W, +Z, -Z]   in old rows; new rows are drawn freely
 
-    (Eqs. 2-4, Fig. 2). A normalisation over channels gives new ones no weight in its statistics at first, so their
-    activations are not bounded, and a gate squares them from block to block: there all rows get +Z, -Z, and new
-    channels depend on old ones alone. The twins carry equal activations through element-wise functions, pooling, batch
-    normalisation and residual sums, so their contributions cancel. If the number is odd, the last channel gets zero
-    outgoing weights in old rows, and so does each new one where channels differ by constants (`GrowthContext.unlike`).
-    Twins differ from the first update on: their consumers' signs give them opposite gradients.
+    (Eqs. 2-4, Fig. 2). Twins have equal activations through element-wise functions, pooling, batch normalisation and
+    residual sums, so their contributions cancel. They differ from the first update on, since their consumers' signs
+    give them opposite gradients. Normalisations over channels ignore new channels in their statistics at first, so the
+    activations of new channels are not bounded, and gates would square them from block to block: there new rows get
+    +Z, -Z too, and new channels depend only on old ones. If the number is odd, the last channel gets zero outgoing
+    weights in old rows, as does each new one where channels differ by constants (`GrowthContext.unlike`).
 
     **Preserves** exactly, in eval and train mode, over residual streams, concatenation and flattening.
     """
@@ -81,8 +81,8 @@ def _twins(axis: Axis, context: GrowthContext) -> tuple[_Run, _Run, _Run]:
         {g: torch.ones(context.new_widths[g]).long() for g in axis.groups}, context.new_widths, fixed=0
     ).bool()
     first = ((positions >= 0) & grows).nonzero().flatten()
-    left_over = axis.spread(alone, context.new_widths, fixed=0).nonzero().flatten()
-    return as_run(first), as_run(positions[first]), as_run(left_over)
+    without_twin = axis.spread(alone, context.new_widths, fixed=0).nonzero().flatten()
+    return as_run(first), as_run(positions[first]), as_run(without_twin)
 
 
 def _at(positions: Sequence[_Run], dim: int, chosen: _Run, tensor: Tensor) -> tuple[Tensor | slice, ...]:

@@ -72,13 +72,13 @@ class Splitting(DataDriven):
         self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
     ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
-        found = splitting_eigen(context, data, groups, self.iterations, self.softplus_beta)
+        eigenpairs = splitting_eigen(context, data, groups, self.iterations, self.softplus_beta)
         view = ChannelView(context.graph, context.old_widths, context.old_widths)
         chosen, report = {}, {}
         moves = {name: torch.zeros_like(context.old[name]) for name in names_of(groups, "incoming")}
         for fans in groups:
             group = fans.group
-            values, vectors = found[group]
+            values, vectors = eigenpairs[group]
             count = context.new_widths[group] - context.old_widths[group]
             chosen[group] = torch.argsort(values, stable=True)[:count].cpu()
             every = torch.arange(context.old_widths[group])
@@ -98,7 +98,7 @@ class Splitting(DataDriven):
 def refuses_to_split(fans: GroupTensors, before: int, after: int) -> str | None:
     """Refuse more copies than originals, and channels without a producer."""
     if not fans.incoming:
-        return "no layer puts out its channels"
+        return "no layer produces its channels"
     if after > 2 * before:
         return f"splitting makes at most twice as many channels of {before}, not {after}"
     return None
@@ -123,8 +123,7 @@ def splitting_eigen(
         moves = {name: torch.zeros_like(context.old[name]) for name in names}
         for fans in groups:
             view.write(moves, fans.incoming, fans.group, every[fans.group], vectors[fans.group])
-        found = data.products(tensors, split.signed(moves), names, [smooth(softplus_beta)])
-        by_moves = split.by_moves(found, names)
+        by_moves = split.by_moves(data.products(tensors, split.signed(moves), names, [smooth(softplus_beta)]), names)
         return {
             fans.group: view.read(by_moves, fans.incoming, fans.group, every[fans.group]).double() for fans in groups
         }
@@ -137,25 +136,26 @@ def splitting_eigen(
         )
         for fans in groups
     }
-    found = _whole(products, starts) if iterations is None else _lanczos(products, starts, iterations)
-    return {group: (values, vectors * upright(vectors)) for group, (values, vectors) in found.items()}
+    pairs = _assembled(products, starts) if iterations is None else _lanczos(products, starts, iterations)
+    return {group: (values, vectors * upright(vectors)) for group, (values, vectors) in pairs.items()}
 
 
-def _whole(
+def _assembled(
     products: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], starts: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
+    """Smallest eigenpair of each neuron's matrix, assembled from its products with each basis vector."""
     columns: dict[str, list[Tensor]] = {group: [] for group in starts}
-    for place in range(max(start.shape[1] for start in starts.values())):
+    for entry in range(max(start.shape[1] for start in starts.values())):
         basis = {group: torch.zeros_like(start) for group, start in starts.items()}
         for vectors in basis.values():
-            if place < vectors.shape[1]:
-                vectors[:, place] = 1.0
-        for group, found in products(basis).items():
-            if place < found.shape[1]:
-                columns[group].append(found)
+            if entry < vectors.shape[1]:
+                vectors[:, entry] = 1.0
+        for group, column in products(basis).items():
+            if entry < column.shape[1]:
+                columns[group].append(column)
     result = {}
-    for group, found_columns in columns.items():
-        matrix = torch.stack(found_columns, 2)
+    for group, of_group in columns.items():
+        matrix = torch.stack(of_group, 2)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         result[group] = values[:, 0], vectors[:, :, 0]
     return result
@@ -168,22 +168,22 @@ def _lanczos(
     bases = {group: [start] for group, start in starts.items()}
     images: dict[str, list[Tensor]] = {group: [] for group in starts}
     for step in range(iterations):
-        for group, found in products({group: basis[-1] for group, basis in bases.items()}).items():
-            images[group].append(found)
+        for group, product in products({group: basis[-1] for group, basis in bases.items()}).items():
+            images[group].append(product)
             if step + 1 == iterations:
                 continue
-            rest = found
+            rest = product
             for _ in range(2):
                 for vector in bases[group]:
                     rest = rest - (rest * vector).sum(1, keepdim=True) * vector
             # Once a space is exhausted, the remainder is rounding error.
-            empty = lengths(rest) <= 1e-10 * lengths(found)
+            empty = lengths(rest) <= 1e-10 * lengths(product)
             bases[group].append(torch.where(empty[:, None], torch.zeros_like(rest), unit(rest)))
     result = {}
     for group, basis in bases.items():
         q, image = torch.stack(basis, 2), torch.stack(images[group], 2)
         small = q.mT @ image
-        # A vector of zeros must not pass for an eigenvalue 0.
+        # Basis vectors of zeros must not yield an eigenvalue 0: give them a large one.
         absent = (q.square().sum(1) == 0).to(small)
         small = (small + small.mT) / 2 + torch.diag_embed(absent * (small.abs().amax((1, 2)) + 1.0)[:, None] * 2)
         values, vectors = torch.linalg.eigh(small)
@@ -197,10 +197,10 @@ def _unchanged(context: GrowthContext) -> GrowthContext:
 
 @dataclass(frozen=True)
 class Split:
-    """Network in which some channels have a copy behind all others; the two share the outgoing weights equally.
+    """Network in which some channels have a copy, placed after all others; the two share outgoing weights equally.
 
-    Tensors before the split are called plain here. Where a plain row of a split channel moves by +d in the original and
-    by -d in the copy, all such moves together are a tensor of the plain shape, `moves`.
+    Tensors before the split are called plain. If rows of split channels move by +d in the original and by -d in the
+    copy, the tensors of all d, in the plain shapes, are called `moves`.
 
     Attributes:
         plain: an event whose `old` are the plain tensors, and whose new widths are those with copies.
@@ -212,7 +212,7 @@ class Split:
 
     @classmethod
     def of(cls, context: GrowthContext, tensors: Mapping[str, Tensor], copied: Mapping[str, Tensor]) -> "Split":
-        """Return the channels to split, by group, for the new widths of an event."""
+        """Split the channels `copied`, by group, of plain `tensors` at an event's new widths."""
         before = context.new_widths
         after = {group: width + len(copied.get(group, ())) for group, width in before.items()}
         return cls(replace(context, old=tensors, old_widths=before, new_widths=after), copied)
@@ -269,8 +269,8 @@ class Split:
         with torch.enable_grad():
             plain = torch.zeros_like(self.plain.old[name], requires_grad=True)
             total = (self._spread(name, plain, signed) * gradient.to(plain)).sum()
-            (found,) = torch.autograd.grad(total, plain)
-        return found
+            (gathered,) = torch.autograd.grad(total, plain)
+        return gathered
 
     def carry(self, old_widths: Mapping[str, int]) -> Carry:
         """Return the `Carry` of gradients from a network with `old_widths`, the first channels of the plain one.

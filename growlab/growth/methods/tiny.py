@@ -42,9 +42,8 @@ class Tiny(DataDriven):
     **Preserves** nothing exactly: the function changes with gamma, to the lowest loss that the line search finds; the
     report has the loss before and after. New neurons alone need not lower it: they are optimal together with dW, and
     ReLU passes only half of their activations. If no amplitude lowers the loss, gamma is 0: the function stays the
-    same, and new neurons get the incoming weights of gamma 1, so that they can learn from the next step on. Neurons
-    beyond the rank of N (at most 10 for a layer with 10 outputs) have drawn incoming and zero outgoing weights, and can
-    learn too.
+    same, and new neurons get the incoming weights of gamma 1, from which they learn. Neurons beyond the rank of N (at
+    most 10 for a layer with 10 outputs) have drawn incoming and zero outgoing weights, and learn too.
     **Departs from the paper**: N is measured in the network with candidates whose outgoing weights are 1 in one entry
     and whose incoming weights are zero, so that it includes pooling and flattening in between. A batch normalisation of
     new channels starts as the identity on the batches; an instance normalisation approximately, since its statistics
@@ -94,20 +93,20 @@ class Tiny(DataDriven):
         """Compute every tensor at the new widths."""
         modules = dict(data.model.named_modules())
         refused = {
-            fans.group: f"{layer.name} is no linear layer or 2d convolution without groups and with zero padding"
+            fans.group: f"{layer.name} is neither nn.Linear nor an nn.Conv2d without groups and with zero padding"
             for fans in groups
             for layer in (*fans.producers, *fans.consumers)
             if not usual(modules.get(layer.name))
         } or {
-            fans.group: f"{norm.name} normalises each sample, and is no module of torch that does nothing else"
+            fans.group: f"{norm.name} normalises each sample, but is neither an InstanceNorm nor a GroupNorm of torch"
             for fans in groups
             for norm in fans.norms
             if norm.per_sample and not isinstance(modules.get(norm.name), (_InstanceNorm, nn.GroupNorm))
         }
         if refused:
             return GrownTensors({}), refused
-        shown, held_out = data.split()
-        found_moments = moments(context, shown, groups, modules)
+        train, held_out = data.split()
+        found_moments = moments(context, train, groups, modules)
         view = ChannelView(context.graph, context.old_widths, context.old_widths)
         refused = {
             fans.group: f"{layer.name} is called more than once"
@@ -125,40 +124,40 @@ class Tiny(DataDriven):
             fans.group: solved(found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"], self.ridge)
             for fans in groups
         }
-        products = bottleneck(self, context, shown, groups, updates, modules)
-        found = {}
+        products = bottleneck(self, context, train, groups, updates, modules)
+        neurons = {}
         for fans in groups:
             count = context.new_widths[fans.group] - context.old_widths[fans.group]
             square = found_moments[f"input {fans.group}"]
-            found[fans.group] = best_neurons(square, products[fans.group], count, self.ridge)
-        return self._at_the_best_amplitude(context, shown, held_out, groups, updates, found), {}
+            neurons[fans.group] = best_neurons(square, products[fans.group], count, self.ridge)
+        return self._at_the_best_amplitude(context, train, held_out, groups, updates, neurons), {}
 
     def _at_the_best_amplitude(
         self,
         context: GrowthContext,
-        shown: Measurement,
+        train: Measurement,
         held_out: Measurement,
         groups: Sequence[GroupTensors],
         updates: Mapping[str, Tensor],
-        found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+        neurons: Mapping[str, tuple[Tensor, Tensor, Tensor]],
     ) -> GrownTensors:
         view = ChannelView(context.graph, context.new_widths, context.old_widths)
         empty = padded(self, context)
-        rows, drawn = self._rows(context, groups, found)
+        rows, drawn = self._rows(context, groups, neurons)
         unit = dict(empty)
         for fans in groups:
             view.write(unit, fans.incoming, fans.group, view.new(fans.group), rows[fans.group])
-        statistics = _statistics(shown, unit, groups)
+        statistics = _statistics(train, unit, groups)
 
         def at(gamma: float) -> dict[str, Tensor]:
             tensors = dict(empty)
             for fans in groups:
-                new, omega = view.new(fans.group), found[fans.group][1]
+                new, omega = view.new(fans.group), neurons[fans.group][1]
                 # Drawn neurons have zero outgoing weights, and at gamma 0 all new ones.
                 scale = torch.where(drawn[fans.group], 1.0, sqrt(gamma or 1.0))
                 view.write(tensors, fans.incoming, fans.group, new, rows[fans.group] * scale[:, None])
-                led_out = torch.where(drawn[fans.group], 0.0, sqrt(gamma))[:, None]
-                view.write(tensors, fans.outgoing, fans.group, new, omega * led_out)
+                outgoing_scale = torch.where(drawn[fans.group], 0.0, sqrt(gamma))
+                view.write(tensors, fans.outgoing, fans.group, new, omega * outgoing_scale[:, None])
                 if self.update_old:
                     _add_update(tensors, context, fans, updates[fans.group] * gamma)
                 _identity(tensors, view, fans, new, statistics, scale)
@@ -177,25 +176,28 @@ class Tiny(DataDriven):
             "amplitude": amplitude,
             "loss_before": before,
             "loss_after": lowest,
-            "singular_values": {fans.group: found[fans.group][2].tolist() for fans in groups},
+            "singular_values": {fans.group: neurons[fans.group][2].tolist() for fans in groups},
         }
         return GrownTensors(at(0.0) if best is None else best, report=report)
 
     def _rows(
-        self, context: GrowthContext, groups: Sequence[GroupTensors], found: Mapping[str, tuple[Tensor, Tensor, Tensor]]
+        self,
+        context: GrowthContext,
+        groups: Sequence[GroupTensors],
+        neurons: Mapping[str, tuple[Tensor, Tensor, Tensor]],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Incoming weights of new neurons at gamma 1, [count, entries], and a mask of those that are drawn, [count]."""
         view = ChannelView(context.graph, context.new_widths, context.old_widths)
         rows, drawn = {}, {}
         for fans in groups:
-            alpha, _, values = found[fans.group]
+            alpha, _, values = neurons[fans.group]
             drawn[fans.group] = values <= _LEAST * values[0]
             rows[fans.group] = alpha
             if bool(drawn[fans.group].any()):
                 names = {slot.name for slot in fans.incoming}
                 new = {name: self.new_weights.draw(context, name).to(alpha) for name in names}
-                others = view.read(new, fans.incoming, fans.group, view.new(fans.group))
-                rows[fans.group] = torch.where(drawn[fans.group][:, None], others, alpha)
+                drawn_rows = view.read(new, fans.incoming, fans.group, view.new(fans.group))
+                rows[fans.group] = torch.where(drawn[fans.group][:, None], drawn_rows, alpha)
         return rows, drawn
 
 
@@ -217,44 +219,43 @@ def best_neurons(square: Tensor, product: Tensor, count: int, ridge: float = 0.0
         left = torch.linalg.solve_triangular(factor.T, left, upper=True)
     else:
         values, vectors = torch.linalg.eigh(square.double())
-        known = values > RANK * values.max().clamp(min=torch.finfo(torch.float64).tiny)
-        root = vectors[:, known] @ torch.diag(values[known].rsqrt()) @ vectors[:, known].T
+        kept = values > RANK * values.max().clamp(min=torch.finfo(torch.float64).tiny)
+        root = vectors[:, kept] @ torch.diag(values[kept].rsqrt()) @ vectors[:, kept].T
         left, sizes, right = torch.linalg.svd(root @ product, full_matrices=False)
         left = root @ left
-    kept = min(count, len(sizes))
-    scale = sizes[:kept].sqrt()
-    alpha, omega = torch.zeros(count, len(square)).to(left), torch.zeros(count, product.shape[1]).to(left)
-    alpha[:kept] = (left[:, :kept] * scale).T
-    omega[:kept] = right[:kept] * scale[:, None]
-    result = torch.zeros(count).to(left)
-    result[:kept] = sizes[:kept]
+    rank = min(count, len(sizes))
+    scale = sizes[:rank].sqrt()
+    alpha, omega, singular_values = (left.new_zeros(count, *n) for n in ([len(square)], [product.shape[1]], []))
+    alpha[:rank] = (left[:, :rank] * scale).T
+    omega[:rank] = right[:rank] * scale[:, None]
+    singular_values[:rank] = sizes[:rank]
     signs = upright(alpha)
-    return alpha * signs, omega * signs, result
+    return alpha * signs, omega * signs, singular_values
 
 
 def _statistics(data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[GroupTensors]) -> dict[str, Tensor]:
-    """Mean and variance of each norm's input over the batches, as "mean NORM" and "var NORM".
+    """Mean and variance of each norm's input over the batches, by the keys "mean NORM" and "var NORM".
 
-    For norms with statistics per sample, the variance is that within each sample.
+    For norms with statistics per sample, the variance is within each sample.
     """
     norms = {norm.name: norm for fans in groups for norm in fans.norms}
     if not norms:
         return {}
 
     def visit(one: Pass) -> dict[str, Tensor]:
-        found = {}
+        means = {}
         for name, norm in norms.items():
             x = one.seen[name].x.double().movedim(1, 0).flatten(1)
-            found[f"mean {name}"], found[f"square {name}"] = x.mean(1), x.square().mean(1)
+            means[f"mean {name}"], means[f"square {name}"] = x.mean(1), x.square().mean(1)
             if norm.per_sample:
-                found[f"var {name}"] = one.seen[name].x.double().flatten(2).var(2, correction=0).mean(0)
-        return found
+                means[f"var {name}"] = one.seen[name].x.double().flatten(2).var(2, correction=0).mean(0)
+        return means
 
-    found = data.run(tensors, visit, watched=list(norms), gradients=False)
+    statistics = data.run(tensors, visit, watched=list(norms), gradients=False)
     for name in norms:
-        variance = (found.pop(f"square {name}") - found[f"mean {name}"].square()).clamp(min=0)
-        found.setdefault(f"var {name}", variance)
-    return found
+        variance = (statistics.pop(f"square {name}") - statistics[f"mean {name}"].square()).clamp(min=0)
+        statistics.setdefault(f"var {name}", variance)
+    return statistics
 
 
 def _identity(
@@ -265,7 +266,7 @@ def _identity(
     statistics: Mapping[str, Tensor],
     scale: Tensor,
 ) -> None:
-    """Set norms to the identity on new channels, whose inputs are `scale` [channels] times those of the statistics."""
+    """Set norms to the identity on new channels, whose inputs are `scale` [channels] times the measured ones."""
     for norm in fans.norms:
         first = norm.weight or norm.running_mean
         assert first is not None
@@ -286,9 +287,8 @@ def _identity(
 def _add_update(tensors: dict[str, Tensor], context: GrowthContext, fans: GroupTensors, update: Tensor) -> None:
     """Add `update`, [entries of a row (and 1 for the bias), rows], to a consumer's old weight and bias."""
     layer = fans.consumers[0]
-    pieces = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     start = 0
-    for name in pieces:
+    for name in [layer.weight] if layer.bias is None else [layer.weight, layer.bias]:
         before = context.old[name]
         count = before[0].numel() if before.dim() > 1 else 1
         part = update[start : start + count].T.reshape(before.shape)

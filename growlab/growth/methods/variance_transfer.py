@@ -31,41 +31,38 @@ class VarianceTransfer(PairGrowth):
     weight times sqrt((c^2 v + eps) / (c^2 (v + eps))), which makes eval mode exact. One without weight or running
     variance keeps its input's scale.
 
-    What undoes c decides what else changes, so that the network computes what it did:
+    So that the network computes the same as before, c is undone by
 
     - batch normalisation behind the layer, as above. A stream that several layers write to takes the scale of those
-      whose fan-in grows; the others (a stem) make up for the difference by a multiplier.
+      whose fan-in grows; the others (a stem) compensate by a multiplier;
     - elsewhere a multiplier 1 / c on the layer's old rows: the layer computes m_i W_i x + b_i, see
       `growlab.growth.multipliers`. This applies behind and before layer, RMS and group normalisation (queries, keys,
       values and fc1 read a normalised stream; their outputs enter a softmax, a gate or another stream), in networks
-      without normalisation, and for the last layer, whatever stands behind it. Layer normalisation would undo a c of
-      the whole stream, but for its eps, which no weight can take up as batch normalisation's running statistics let
-      it:
-      not exactly. `finish` writes m_i W_i into the weights at the end.
+      without normalisation, and for the last layer in any network. Layer normalisation would undo a factor on the whole
+      stream only up to its eps, and has no running statistics by which a weight could compensate that. `finish` writes
+      m_i W_i into the weights at the end.
 
-    **Steps.** A multiplier m = 1 / c lets an optimizer that normalises gradients (Adam, Lion, Muon) move the weight m W
-    that the network uses m times as far as before the event: after growth by four, twice in hidden layers, four times
-    in the last one. SGD moves it as before (see `growlab.growth.multipliers`). `multipliers` chooses among
+    **Steps.** With a multiplier m = 1 / c, an optimizer that normalises gradients (Adam, Lion, Muon) moves the weight
+    m W that the network uses m times as far as before the event: after growth by four, twice in hidden layers, four
+    times in the last one. SGD moves it as before (see `growlab.growth.multipliers`). The options of `multipliers` are
 
-    - "keep": as it is, the paper's rule relative to the stored weight W;
-    - "fold": no multiplier, the factor is written into the weight, which is the one that is used. Old weights that no
-      batch normalisation follows then stay as they are, and the optimizer moves them as before, whichever it is. New
-      entries of old rows, which a multiplier would multiply too, have the variance of Table 1 as the network uses
-      them;
-    - "compensate": multipliers, by which the steps of torch's and growlab's optimizers that normalise gradients are
-      divided, decoupled weight decay aside. Others step as with "keep";
-    - "auto": "fold" for weights of optimizers that normalise gradients, as far as the Grower follows them, "keep" for
-      the others.
+    - "keep": multiply, the paper's rule for the stored weight W;
+    - "fold": no multiplier; the factor is written into the weight. Old weights without a batch normalisation behind
+      them then do not change, and any optimizer moves them as before. New entries of old rows, which a multiplier would
+      multiply too, have the variance of Table 1 as the network uses them;
+    - "compensate": multiply, and divide the steps of torch's and growlab's optimizers that normalise gradients by the
+      multipliers, except for decoupled weight decay. Other optimizers step as with "keep";
+    - "auto": "fold" for weights whose optimizer, attached to the Grower, normalises gradients, "keep" for the others.
 
     Measured in short runs (`notebooks/results/adam_multipliers*`): under Adam a Transformer on Multi30k ends at the
-    lowest loss with "fold" and the highest with "keep", with all three seeds, "compensate" between them. Under AdamW
-    a small Llama on text, whose head is its embedding, ends slightly lower with "fold" than with "keep" at both rates
-    with all seeds, and with "compensate" where "keep" does; a larger one ends lower with either of them than with
-    "keep", with all three seeds. With a small GPT over characters "keep", which lets the head learn several times as
-    fast, is ahead at rates that are too low; at the highest rate tried three seeds show no significant difference.
+    lowest loss with "fold" and the highest with "keep", with all three seeds. Under AdamW a small Llama on text, whose
+    head is its embedding, ends slightly lower with "fold" than with "keep" at both rates with all seeds, and equal with
+    "compensate" and "keep"; a larger one ends lower with "fold" and "compensate" than with "keep", with all three
+    seeds. With a small GPT over characters "keep", whose head learns several times as fast, is ahead at rates that are
+    too low; at the highest rate three seeds show no significant difference.
 
-    With unit-variance inputs and W at its initialisation, rows sum to unit variance before and after the event, new
-    ones as well as old ones, as Theorem A.1 asks for.
+    With unit-variance inputs and W at its initialisation, the outputs of new and old rows have unit variance before and
+    after the event, as in Theorem A.1.
 
     **Preserves** exactly in eval mode; in train mode up to batch normalisation's eps: about eps (1/c^2 - 1) / (2 v)
     with batch variance v. Up to `output_factor` without multipliers; nothing if `as_published`.
@@ -77,15 +74,15 @@ class VarianceTransfer(PairGrowth):
         rule: "fan_in_ratio" (Table 1) or "constraint" (Theorem A.1).
         output_multiplier: undo the scale of the logits. False: they shrink by C / C' at each event, as in the paper.
         layer_multipliers: multiply rows of weights where nothing else undoes c. False: hidden layers without a batch
-            normalisation behind them keep their scale, and the logits' is left to `output_factor`.
-        rescale_layers_without_batch_norm: let activations without a batch normalisation behind them change their
-            scale too, as far as positively homogeneous functions lead; later biases follow. Without multipliers this
-            shrinks old activations by the product of all c along the depth, while new ones have full size.
-        as_published: rescale every layer as Table 1 says and leave it at that: the receipt shows the error.
-        multipliers: "auto", "keep", "fold" or "compensate", see above; without effect if not `layer_multipliers`.
+            normalisation behind them keep their scale, and `output_factor` undoes the scale of the logits.
+        rescale_layers_without_batch_norm: also rescale activations without a batch normalisation behind them, through
+            positively homogeneous functions; later biases follow. Without multipliers this shrinks old activations by
+            the product of all c along the depth, while new ones have full size.
+        as_published: rescale every layer by Table 1 and undo nothing; the receipt shows the error.
+        multipliers: "auto", "keep", "fold" or "compensate", see above; ignored if `layer_multipliers` is False.
         noise_std: see `GrowthMethod`.
         gain: see `NewWeights`.
-        new_weights: its rule.
+        new_weights: rule of `NewWeights`.
 
     Raises:
         ValueError: there is no such rule or treatment of multipliers.
@@ -122,20 +119,20 @@ class VarianceTransfer(PairGrowth):
         graph = context.graph
         wanted = {layer.weight: self._wanted(context, layer.weight) for layer in graph.layers}
         classes = _scales(graph, wanted, self._rescaled_classes(graph))
-        # Factor that a weight's scale needs, from those of its input and output.
+        # Factor on each weight that the scales of its input and output need.
         needed = {layer.weight: classes[layer.scale_out] / classes[layer.scale_in] for layer in graph.layers}
         multiplied = self.multiplied(context)
         stored = {
             name: factor if name in multiplied or self.as_published else needed[name] for name, factor in wanted.items()
         }
-        # Of weights the factor alone, so that none of them has to be there yet.
-        small = {name: context.old[name] if len(graph.axes[name]) < 2 else 1.0 for name in context.old}
-        changed, norm_scale = rescale(graph, small, classes, stored)
+        # For weights only the factor, so that they are not all in memory at once.
+        vectors = {name: context.old[name] if len(graph.axes[name]) < 2 else 1.0 for name in context.old}
+        changed, norm_scale = rescale(graph, vectors, classes, stored)
 
         def expanded(name: str) -> Tensor:
-            old, new = context.old[name], changed.get(name)
-            if new is None or isinstance(new, float):
-                new = old if new is None else old * new
+            new = changed.get(name, 1.0)
+            if isinstance(new, float):
+                new = context.old[name] if new == 1.0 else context.old[name] * new
             return self.expand(context, name, new)
 
         multipliers = {
@@ -154,13 +151,13 @@ class VarianceTransfer(PairGrowth):
         )
 
     def multiplied(self, context: GrowthContext) -> frozenset[str]:
-        """Names of weights whose rows the forward may multiply from now on; others get the factors folded in."""
+        """Names of weights whose rows the forward may multiply from now on; into others factors are folded."""
         weights = super().multiplied(context)
         folded = {"auto": context.normalised, "fold": weights}
         return weights - folded.get(self.multipliers, frozenset())
 
     def _rescaled_classes(self, graph: WidthGraph) -> frozenset[int]:
-        """Scale classes whose scale may differ from that of their input."""
+        """Scale classes whose factor may differ from that of their input."""
         if self.rescale_layers_without_batch_norm:
             return frozenset(layer.scale_out for layer in graph.layers)
         normalised = {norm.scale_in for norm in graph.norms}
@@ -179,7 +176,7 @@ class VarianceTransfer(PairGrowth):
         if self.rule == "fan_in_ratio":
             return sqrt(before / after)
         variance = float(context.reference[weight].double().var(correction=0))
-        # Weights that are all equal have no variance to restore.
+        # Equal weights have no variance.
         wanted = self.new_weights.gain * layer.variance_per_entry
         return sqrt(wanted / (before * variance)) if variance > 0 else 1.0
 
@@ -187,9 +184,9 @@ class VarianceTransfer(PairGrowth):
 def _scales(graph: WidthGraph, wanted: Mapping[str, float], rescaled: frozenset[int]) -> dict[int, float]:
     """Factor on the activations of each scale class: its input's factor times the wanted factor of the layer's weight.
 
-    If several layers produce a class, the first whose fan-in grows decides. In a stream whose own scale enters its
-    branches (without normalisation) no factor but that of its other producers is consistent. Classes that are not
-    `rescaled` take on the factor of their input.
+    If several layers produce a class, the first whose fan-in grows decides. In a stream without normalisation, whose
+    scale enters its own branches, only the factor of its other producers is consistent. Classes that are not in
+    `rescaled` take the factor of their input.
     """
     producers: dict[int, list[Layer]] = {}
     for layer in graph.layers:
@@ -206,16 +203,16 @@ def _scales(graph: WidthGraph, wanted: Mapping[str, float], rescaled: frozenset[
         if scale in visiting:
             return None
         visiting.add(scale)
-        found = None
+        result = None
         for layer in producers.get(scale, []):
-            before = factor(layer.scale_in)
-            if before is not None:
-                found = before * (wanted[layer.weight] if scale in rescaled else 1.0)
+            of_input = factor(layer.scale_in)
+            if of_input is not None:
+                result = of_input * (wanted[layer.weight] if scale in rescaled else 1.0)
                 break
         visiting.discard(scale)
-        if found is None and visiting:
+        if result is None and visiting:
             return None
-        known[scale] = 1.0 if found is None else found
+        known[scale] = 1.0 if result is None else result
         return known[scale]
 
     for layer in graph.layers:
@@ -231,14 +228,13 @@ def _gradient_scales(
     stored: Mapping[str, float],
     multipliers: Mapping[str, float],
 ) -> dict[str, Tensor]:
-    """Factor on the gradient of each rescaled parameter.
+    """Factor on the gradient of each rescaled parameter: 1 / c for w' = c w at the same loss.
 
-    With w' = c w and the same loss it is 1 / c. With a multiplier that becomes q times as large, and a gradient that is
-    divided by its square, it is 1 / (c q^2).
+    If the multiplier becomes q times as large, whose square divides the gradient, it is 1 / (c q^2).
     """
-    found = (name for norm in graph.norms for name in (norm.running_mean, norm.running_var))
-    statistics = {name for name in found if name is not None and name in tensors}
-    # A scalar 1 in place of a tensor of ones: only its factor is needed.
+    averages = (name for norm in graph.norms for name in (norm.running_mean, norm.running_var))
+    statistics = {name for name in averages if name is not None and name in tensors}
+    # Scalars in place of tensors, since only their factors are needed.
     ones = {**scalars(tensors), **{name: tensors[name] for name in statistics}}
     factors, _ = rescale(graph, ones, classes, stored)
     scales = {name: 1.0 / factor for name, factor in factors.items() if name not in statistics}

@@ -201,7 +201,7 @@ class Blocks:
                     STARTS[self.start](insertion)
             with same_draws():
                 after = observe(network, probe)
-            allowed = (0.0, 0.0) if self.start in START_PRESERVES else None
+            allowed = 0.0 if self.start in START_PRESERVES else None
             parity = compare(network, probe, before, after, agree, allowed=allowed)
             errors, tolerance = parity.errors, max(parity.tolerances) if parity.tolerances else None
             if not parity.kept:

@@ -194,7 +194,7 @@ def test_batch_sizes_by_steps_change_at_the_next_epoch_and_the_data_module_is_re
     [
         ({"trigger": At({0: 0.5, 1: 1.0}, unit="cost")}, "a trigger with unit='cost' would never grow"),
         ({"method": "mine"}, "method='mine' must be a growth method, .* or the name of one: bert2bert"),
-        ({"parts": [5]}, "parts hold 5"),
+        ({"parts": [5]}, "parts contain 5"),
         ({"optimizer_state": "keep"}, "optimizer_state must be auto, inherit"),
         ({"anneal_steps": -1}, "anneal_steps must be at least 0"),
     ],

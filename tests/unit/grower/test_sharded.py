@@ -586,7 +586,7 @@ def test_elastic_restarts_after_a_rank_is_killed_in_any_stage(tmp_path: Path) ->
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("GradMax computes new weights from data", {"method": GradMax()}),
     "averages": ("ema changes or copies whole tensors", {"parts": [Averages(0.9)]}),
-    "nothing": ("left every parameter whole", {"shard": lambda network: None}),
+    "nothing": ("has sharded no parameter", {"shard": lambda network: None}),
     "no function": ("must be a function", {"shard": "fsdp"}),
 }
 
@@ -609,7 +609,7 @@ def test_optimizers_with_regions_and_averages_raise_errors(mesh: Any) -> None:
     with pytest.raises(UserError, match="averages of a sharded network"):
         grower.follow(average)
     zero = type("DeepSpeedZeroOptimizer", (torch.optim.SGD,), {"__module__": "deepspeed.runtime.zero.stage3"})
-    with pytest.raises(UserError, match="shares parameters out"):
+    with pytest.raises(UserError, match="partitions parameters among processes"):
         grower.follow(zero(network.parameters(), lr=0.1))
 
 

@@ -246,7 +246,7 @@ def test_inexact_growth_of_a_normalised_stream_raises_an_error(method: Any) -> N
 @pytest.mark.parametrize(
     ("wide", "arguments", "message"),
     [
-        (lambda: llama(16, 2, head=4), {}, "computes something else"),
+        (lambda: llama(16, 2, head=4), {}, "the two differ in more than widths"),
         (
             lambda: llama(32, 2),
             {"optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())},
@@ -396,7 +396,7 @@ def test_resizing_the_vocabulary_without_the_grower_raises_an_error() -> None:
     wide.resize_token_embeddings(80, mean_resizing=False)
     actions = (lambda: train(wide, optimizer, TEXT, 1), grower.step, lambda: grower.finish(at_any_stage=True))
     for act in actions:
-        with pytest.raises(UserError, match="resized from 64 to 80 tokens under the Grower"):
+        with pytest.raises(UserError, match="resized from 64 to 80 tokens without the Grower"):
             act()
 
 
@@ -454,7 +454,7 @@ def test_depth_grows_without_width_and_refuses_to_shrink() -> None:
     trigger = At({0: {"width": 0.5}, 4: {"depth": 0.5}, 6: 1.0})
     assert [trigger.fraction_grown(stage, {}) for stage in range(3)] == [0.0, 0.5, 1.0]
     for depths in ((1.0, 0.5), (0.0, 1.5), (0.0, "all")):
-        with pytest.raises(UserError, match="is no fraction of the blocks from"):
+        with pytest.raises(UserError, match="must be a fraction of the blocks, from"):
             At({epoch: {"depth": depth} for epoch, depth in enumerate(depths)})
 
 

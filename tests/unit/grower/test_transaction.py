@@ -270,6 +270,26 @@ def test_failures_in_user_hooks_and_in_then_undo_events() -> None:
     training.steps(2)
 
 
+class Counted(At):
+    """Counts its calls, and raises."""
+
+    calls = 0
+
+    def next(self, grower: GrowingNetwork) -> Widths | None:
+        self.calls += 1
+        raise Struck
+
+
+@pytest.mark.parametrize("package", ["mine", "torchmine", "numpymine", "torch_mine.triggers"])
+def test_a_trigger_of_any_package_is_restored(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "__module__", package)
+    trigger = Counted({0: 0.5, 1: 1.0})
+    grower = Grower(Network().double(), X, trigger=trigger)
+    with pytest.raises(Struck):
+        grower.step(epoch=0)
+    assert trigger.calls == 0
+
+
 def test_an_average_that_cannot_follow_undoes_the_event_of_the_network() -> None:
     training = Training(Net2Net())
     with torch.no_grad():

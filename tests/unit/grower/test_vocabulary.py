@@ -186,7 +186,7 @@ def test_resize_vocabulary_rejects_invalid_sizes_and_networks() -> None:
             grower.resize_vocabulary(size)  # type: ignore[arg-type]
     images = residual(16, 2)
     x = {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64)}
-    with pytest.raises(UserError, match="no language model"):
+    with pytest.raises(UserError, match="not a language model"):
         Grower(images, x).resize_vocabulary(80)
     assert wide.config.vocab_size == 64 and isinstance(wide.lm_head, nn.Linear)
     train(wide, optimizer, TEXT, 1)

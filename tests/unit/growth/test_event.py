@@ -93,7 +93,7 @@ def test_a_network_that_has_become_nan_does_not_grow_and_none_shrinks():
         run.grow({"stem": 2})
     with torch.no_grad():
         run.network.classifier.bias.fill_(math.nan)
-    with pytest.raises(ParityError, match="puts out NaN already before growth to stage 1"):
+    with pytest.raises(ParityError, match="output contains NaN before growth to stage 1"):
         run.grow()
 
 
@@ -226,7 +226,7 @@ def test_numbers_depend_on_seed_stage_and_name():
 
 
 def test_an_output_without_a_tensor_raises_an_error():
-    with pytest.raises(UserError, match="the network returns dict without a tensor"):
+    with pytest.raises(UserError, match="output, a dict, has no tensor"):
         main_output({"loss": None, "rows": []})
 
 

@@ -139,6 +139,12 @@ def test_channels_without_gradient_raise_an_error() -> None:
         started(late, (5,), GradMax()).grow({"first": 5})
 
 
+def test_an_activation_without_a_derivative_at_0_is_refused() -> None:
+    root = Around(lambda net, x: net.last(net.first(x).abs().sqrt()), first=[5, 6], last=[6, 3])
+    with pytest.raises(UserError, match=r"GradMax cannot grow first: the gradient .* is NaN or infinite"):
+        started(root, (5,), GradMax()).grow({"first": 5})
+
+
 def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() -> None:
     run = started(normed(), (2, 6, 6), GradMax(steps=15))
     event, _ = run.grow({"0": 5})
@@ -201,7 +207,7 @@ def test_new_channels_without_a_gradient_raise_an_error() -> None:
 
 def test_channels_that_are_not_zero_raise_an_error_with_the_layers_name() -> None:
     run = started(mlp(nn.Sigmoid()), (5,), GradMax())
-    with pytest.raises(UserError, match="GradMax cannot grow 2: behind 2 its channels are not zero where the"):
+    with pytest.raises(UserError, match="GradMax cannot grow 2: behind 2 its channels are not zero although"):
         run.grow({"2": 5})
 
 
@@ -303,7 +309,7 @@ def test_an_average_goes_through_the_same_map_without_data(method: str) -> None:
 
 def test_without_data_and_by_nothing() -> None:
     run = Run("mlp", METHODS["firefly"]())
-    with pytest.raises(UserError, match="FireFly decides by training data"):
+    with pytest.raises(UserError, match="FireFly needs training data"):
         Growing.grow(run)
     assert Growing.grow(run, {}).replaced == {}
 

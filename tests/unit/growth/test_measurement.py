@@ -142,7 +142,7 @@ def test_missing_second_derivatives_raise_an_error(monkeypatch: pytest.MonkeyPat
     run = started(network, (4,), GradMax(), num_batches=1)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with pytest.raises(UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out sync_batchnorm=True"):
+    with pytest.raises(UserError, match=r"which SyncBatchNorm \(1\) does not support: leave out sync_batchnorm=True"):
         run.data().products({}, {}, [])
 
 
@@ -279,5 +279,5 @@ def test_an_operation_without_a_second_derivative_is_named() -> None:
     network = Around(lambda net, x: net.last(torch.ops.aten.hardsigmoid(net.first(x))), first=[4, 8], last=[8, 3])
     run = started(network, (4,), GradMax(), part=1.0)
     direction = torch.randn(8, 4, dtype=torch.float64)
-    with pytest.raises(UserError, match="which torch has not of hardsigmoid_backward; choose another"):
+    with pytest.raises(UserError, match="which torch does not implement for hardsigmoid_backward; choose another"):
         run.data().products(run.tensors(), {"first.weight": direction}, ["first.weight"])

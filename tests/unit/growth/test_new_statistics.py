@@ -283,7 +283,7 @@ def test_a_network_without_values_has_no_spread() -> None:
     with torch.device("meta"):
         network = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     method = VarianceTransfer(new_weights="as_network")
-    with pytest.raises(UserError, match="is on the meta device: build the network on another one"):
+    with pytest.raises(UserError, match="is on the meta device, without values: build the network on another"):
         Grower(network, torch.randn(2, 8), method=method, trigger={0: 0.5, 1: 1.0})
 
 

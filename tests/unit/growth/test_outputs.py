@@ -176,6 +176,25 @@ def test_layers_dropped_by_pythons_or_numpys_numbers_are_compared_with_the_same_
         assert draw() == expected
 
 
+@pytest.mark.parametrize(
+    "drop",
+    [
+        torch.dropout,
+        torch.alpha_dropout,
+        torch.feature_dropout,
+        torch.feature_alpha_dropout,
+        lambda x, *rest: torch.dropout_(x.clone(), *rest),
+    ],
+)
+def test_dropout_by_torchs_own_functions_is_disabled(drop: Callable[..., Tensor]) -> None:
+    def dropping(net: Any, x: Tensor) -> Tensor:
+        return net.last(drop(net.first(x).relu(), 0.5, net.training))
+
+    network = Around(dropping, first=[6, 16], last=[16, 3])
+    grower = Grower(network, torch.randn(32, 6), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    assert grower.step(epoch=1)[0].parity_error_train < 1e-5
+
+
 def test_parameters_that_a_forward_updates_stay_as_an_event_is_checked() -> None:
     """A slowly moving copy of a layer, as contrastive learning has."""
 

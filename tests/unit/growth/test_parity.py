@@ -287,6 +287,16 @@ def test_rounding_is_measured_on_the_network_and_leaves_it_unchanged(dtype):
     assert ratios[1] > 1.0 or dtype == torch.float64
 
 
+def test_an_error_while_it_is_measured_leaves_the_parameters_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, calls = difference(1.0, PairGrowth()).network, iter([False, True])
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    outputs = observe(network, X)
+    monkeypatch.setattr("growlab.growth.parity.placed", lambda tensor, like: 1 / 0 if next(calls) else tensor)
+    with pytest.raises(ZeroDivisionError):
+        rounding_measured(network, (X,), outputs)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
 def lagging(method: PairGrowth) -> Growing:
     """A network with the running averages of other weights: in eval mode hardly anything is left of its input."""
     run = found(lambda: Products(3), method)

@@ -286,15 +286,15 @@ def test_methods_that_cannot_measure_a_recurrent_layer_raise_an_error() -> None:
         return run.grow(run.graph.full_widths)[0]
 
     with pytest.raises(
-        UserError, match=r"rnn: its channels are put out by rnn\.weight_ih_l0, rnn\.weight_hh_l0, not one"
+        UserError, match=r"rnn: its channels are produced by rnn\.weight_ih_l0, rnn\.weight_hh_l0, not by one"
     ):
         event(Tiny())
     told = event(Tiny(fallback="pairs")).report["grown_by_pairs"]
     assert set(told) == {"inside", "rnn"}
     with pytest.raises(
-        UserError, match="second derivatives, which the ReLU inside of torch's recurrent layers has not"
+        UserError, match="second derivatives, which the ReLU inside torch's recurrent layers does not have"
     ):
         event(Splitting())
-    with pytest.raises(UserError, match="GradMax cannot grow rnn: the gradient of what leads to its channels is zero"):
+    with pytest.raises(UserError, match="GradMax cannot grow rnn: the gradient of its incoming weights is zero"):
         event(GradMax())
     assert set(event(GradMax(fallback="pairs")).report["grown_by_pairs"]) == {"rnn"}

@@ -182,13 +182,13 @@ def test_explicit_lists():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"total_epochs": 5}, "5 epochs cannot hold 9 stages"),
+        ({"total_epochs": 5}, "5 epochs are fewer than num_stages=9"),
         ({"total_epochs": 20, "initial_epochs": 8}, "leave none for the last"),
         ({"initial_epochs": -1}, "set initial_epochs or initial_fraction from 0"),
         ({"initial_fraction": -0.1}, "set initial_epochs or initial_fraction from 0"),
         ({"epoch_growth_rate": -1}, "and epoch_growth_rate above -1"),
-        ({"initial_width": 0}, "^initial_width must be a part"),
-        ({"initial_width": 1.5}, "^initial_width must be a part"),
+        ({"initial_width": 0}, "^initial_width must be a fraction"),
+        ({"initial_width": 1.5}, "^initial_width must be a fraction"),
         ({"batch_growth_rate": -0.1}, "^batch_growth_rate must be at least 0"),
         ({"max_batch_size": 16}, "^max_batch_size=16 is below"),
         ({"max_batch_size_per_device": 16}, "max_batch_size_per_device=16 leaves no room"),

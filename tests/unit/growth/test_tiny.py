@@ -198,13 +198,13 @@ def test_an_instance_norm_with_unknown_input_raises_an_error() -> None:
         lambda net, x: F.instance_norm(x * net.scale, weight=net.weight),
         **{"scale": nn.Parameter(torch.ones(6, 1, 1)), "weight": nn.Parameter(torch.ones(6))},
     )
-    with pytest.raises(UserError, match="1 normalises each sample, and is no module of torch"):
+    with pytest.raises(UserError, match="1 normalises each sample, but is neither an InstanceNorm"):
         started(normed(inside), (2, 6, 6), Tiny()).grow({"0": 5})
 
 
 def test_shared_channels_raise_an_error_or_grow_by_pairs() -> None:
     run = started(Residual(), (2, 5, 5), Tiny())
-    told = "Tiny cannot grow stem: its channels are put out by stem, back, not one layer; set fallback='pairs'"
+    told = "Tiny cannot grow stem: its channels are produced by stem, back, not by one layer; set fallback='pairs'"
     with pytest.raises(UserError, match=told):
         run.widen(1)
     run.method = Tiny(fallback="pairs")

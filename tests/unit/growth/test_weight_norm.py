@@ -74,7 +74,9 @@ def test_a_network_grows_exactly_and_ends_as_an_ordinary_one(spelling: str, dim:
             assert max(event.parity_error_eval, event.parity_error_train) <= 1e-12
             torch.testing.assert_close(network(X) * grower.state.output_factor, before, rtol=1e-12, atol=1e-12)
         train(network, optimizer)
+        assert {float(optimizer.state[p]["step"]) for p in network.parameters()} == {3.0 * (epoch + 1)}
     grower.finish()
+    assert {float(optimizer.state[p]["step"]) for p in network.parameters()} == {9.0}
     expected, state = network(X).detach(), network.state_dict()
     assert {name: tensor.shape for name, tensor in state.items()} == full
     fresh = vocoder(norm, dim)

@@ -88,14 +88,25 @@ def test_each_group_of_channels_has_its_own_statistics() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
 @pytest.mark.parametrize("name", NORMS)
-def test_nearly_equal_weights_are_nearly_plain_in_any_precision(name: str, dtype: torch.dtype) -> None:
-    norm, x = NORMS[name](CHANNELS).to(dtype), example(name).to(dtype)
+def test_nearly_equal_weights_are_nearly_plain_in_any_precision(name: str, scale: float, dtype: torch.dtype) -> None:
+    norm, x = NORMS[name](CHANNELS).to(dtype), (scale * example(name)).to(dtype)
     plain = norm(x)
     found = weighted(norm, [1.0 - 1e-9] + [1.0] * (CHANNELS - 1))(x)
     assert found.dtype == plain.dtype
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(found, plain, rtol=tolerance, atol=tolerance)
+
+
+def test_arguments_of_torchs_own_functions_are_accepted_by_name() -> None:
+    class Named(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.layer_norm(input, self.normalized_shape, self.weight, self.bias, cudnn_enable=False)
+
+    network = weighted(Named(CHANNELS).double(), [1.0] * 4 + [0.0] * 2)
+    expected = weighted(nn.LayerNorm(CHANNELS).double(), [1.0] * 4 + [0.0] * 2)
+    assert torch.equal(network(example("layer")), expected(example("layer")))
 
 
 def test_gradients_reach_new_channels_as_well_as_old_ones() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from growlab import Grower, Net2Net, PairGrowth, UserError, VarianceTransfer
-from growlab.optim.followers import order_parameters
+from growlab.optim.followers import order_parameters, remove_parameters
+from growlab.parts import Part
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -380,5 +381,51 @@ def test_new_parameters_raise_an_error_if_an_optimizer_keeps_lists() -> None:
     now = {**past, "4.weight": nn.Parameter(torch.ones(3))}
     order_parameters(plain := torch.optim.SGD(model.parameters()), past, now)
     assert len(plain.param_groups[0]["params"]) == 5
+    order_parameters(named := torch.optim.SGD(model.named_parameters()), past, now)
+    assert named.param_groups[0]["param_names"] == list(now)
+    remove_parameters(named, {id(now["0.weight"])})
+    assert named.param_groups[0]["param_names"] == list(now)[1:]
     with pytest.raises(UserError, match="Own keeps parameters in 'matrices' too"):
         order_parameters(Own(model.parameters(), HOLD["list"], in_group=True), past, now)
+
+
+class Counting(Part):
+    """Counts the steps that it acts before."""
+
+    count = 0
+
+    def before_update(self, grower: Any, optimizer: Any) -> None:
+        self.count += 1
+
+
+def test_an_optimizer_in_the_memory_of_a_deleted_one_has_hooks_of_its_own() -> None:
+    model, part = network(), Counting()
+    grower, optimizer = Grower(model, X, parts=[part], verbose=False), torch.optim.SGD(model.parameters(), lr=0.1)
+    # As of a deleted optimizer that was announced.
+    grower.followers._announced.add(id(optimizer))
+    grower.follow(optimizer)
+    optimizer.step()
+    assert part.count == 1
+
+
+class Bare:
+    """A wrapper with neither groups nor a state_dict."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_a_bare_wrapper_of_an_optimizer_follows(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    grower, wrapper = Grower(model, X, trigger={0: 0.5, 1: 1.0}, verbose=False), Bare(adam(model.parameters()))
+    grower.follow(wrapper)
+    assert "contains no parameter" not in caplog.text
+    model(X).sum().backward()
+    wrapper.optimizer.step()
+    assert grower.gradients().keys() == dict(model.named_parameters()).keys()
+    saved = grower.checkpoint()
+    before = weights(model)
+    wrapper.optimizer.step()
+    grower.put_back(saved)
+    assert torch.equal(weights(model), before)
+    assert len(grower.step(epoch=1)) == 1

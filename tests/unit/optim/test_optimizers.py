@@ -407,6 +407,14 @@ def test_weight_decay_spares_single_numbers_and_slopes(cls):
     assert len(tracked) == len(set(tracked)) == len(before)
 
 
+def test_exempt_parameters_keep_their_names_and_those_of_another_optimizer_stay_there():
+    network = nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 1), nn.PReLU())
+    optimizer = torch.optim.SGD(network[:2].named_parameters(), lr=0.1, weight_decay=0.1)
+    exempt_from_decay(optimizer, network)
+    assert [group["param_names"] for group in optimizer.param_groups] == [["0.weight", "0.bias"], ["1.weight"]]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+
+
 def test_optimizers_that_do_not_decay_keep_one_group():
     network = nn.Sequential(nn.Linear(3, 4), nn.PReLU())
     for optimizer in (SGD(network.parameters(), lr=0.1), torch.optim.Rprop(network.parameters())):

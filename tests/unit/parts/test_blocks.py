@@ -407,7 +407,7 @@ def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
     held = [{id(p) for p in group["params"]} for group in run.optimizer.param_groups]
     assert {id(p) for p in run.network[3].parameters()} <= held[1]
     several = loop(by_layer, parts={"blocks": ["3"]})
-    with pytest.raises(UserError, match=r"SGD's 4 groups 2 hold parameters named like 3\.norm\.weight"):
+    with pytest.raises(UserError, match=r"SGD's 4 groups 2 have parameters named like 3\.norm\.weight"):
         several.train()
 
 

@@ -76,7 +76,7 @@ def test_a_part_without_a_name_has_that_of_its_class() -> None:
         name = "own"
 
     assert [part.name for part in checked_parts([GradientNoise(), Named()])] == ["gradient_noise", "own"]
-    with pytest.raises(UserError, match="two parts are called part, the key of their states"):
+    with pytest.raises(UserError, match="two parts have the name part, which is the key of their state"):
         checked_parts([Part(), Part()])
 
 

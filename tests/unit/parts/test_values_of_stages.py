@@ -293,7 +293,7 @@ def test_invalid_values_raise_errors(network: Any, part: Callable[[], Part], mes
 
 @pytest.mark.parametrize("part", [Setting("repeats", [1, 4]), Resolution([8, 16]), Depth()], ids=lambda part: part.name)
 def test_parts_of_several_stages_need_a_trigger_that_knows_how_far_growth_has_come(part: Part) -> None:
-    with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
+    with pytest.raises(UserError, match="need a trigger that knows the fraction of growth at each stage"):
         part.check(SimpleNamespace(trigger=ByMethod(), seed_widths={}))
     assert part.applies(At(STAGES[False])) and not part.applies(Never())
 

@@ -19,6 +19,7 @@ from growlab import Controller, Grower
 from growlab.base.errors import UserError
 from growlab.grower.cost import forward_flops
 from growlab.growth import PairGrowth
+from growlab.parts import Part
 from growlab.plan import advise
 from tests.unit.frontends.lightning_runs import trainer_of
 
@@ -175,16 +176,47 @@ def test_an_error_in_a_branch_leaves_everything_as_it_was(trained: tuple[bool, L
     assert same(loop.train(), whole)
 
 
+# Not in the part, whose attributes are restored when growth is undone.
+CALLS: list[str] = []
+
+
+class Counting(Part):
+    """Records its calls around steps."""
+
+    def before_step(self, grower: Any) -> None:
+        CALLS.append("before_step")
+
+    def before_update(self, grower: Any, optimizer: Any) -> None:
+        CALLS.append("before_update")
+
+    def after_step(self, grower: Any) -> None:
+        CALLS.append("after_step")
+
+
+def test_parts_act_once_around_each_step_of_a_branch() -> None:
+    CALLS.clear()
+    network, data = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3)), batches(1, True)
+    trigger = Controller(0.5, total_steps=400, min_odds=0.0)
+    grower = Grower(network, data[0][0], trigger=trigger, parts=[Counting()], verbose=False)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    grower.follow(optimizer)
+    grower.provide(batches=lambda number: data * number, loss=F.mse_loss)
+    grower.step(step=140)
+    assert trigger.decision is not None and sum(trigger.decision["steps"]) > 8
+    expected = ["before_update", "before_step", "after_step"] * sum(trigger.decision["steps"])
+    assert expected == CALLS
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Controller(at=0.1), "at=0.1 of a Controller must lie between"),
+        (lambda: Controller(at=0.1), "at=0.1 of a Controller must be from"),
         (lambda: Controller(branch=0.1), "branch=0.1 of a Controller must be"),
         (lambda: Controller(batches=1), "batches must be at least 2, not 1"),
         (lambda: Controller(max_steps=3.5), "max_steps must be an integer, not 3.5"),
         (lambda: Controller(total_steps=0), "total_steps must be at least 1, not 0"),
         (lambda: Controller(at="0.3"), "at must be"),
-        (lambda: Controller(width=2), "a width of 2 is no fraction"),
+        (lambda: Controller(width=2), "a width of 2 must be a fraction"),
     ],
 )
 def test_controller_rejects_invalid_arguments(make: Callable[[], Controller], message: str) -> None:
@@ -254,7 +286,7 @@ def test_odds_of_language_models_are_those_of_their_tokens() -> None:
 def test_a_loop_that_provides_nothing_is_asked_to() -> None:
     loop = Loop(False)
     loop.grower.training = growlab.grower.triggers.Training()
-    with pytest.raises(UserError, match="takes the loop's batches and loss"):
+    with pytest.raises(UserError, match="with the loop's batches and loss"):
         loop.train()
     loop = Loop(False)
     loop.trigger.total_steps = None

@@ -62,9 +62,9 @@ def test_plateau_grows_when_the_metric_stops_improving(losses: list[float], want
 
 def test_a_metric_that_is_not_recorded_raises_an_error() -> None:
     recorded = ["epoch", "train_loss", "train_accuracy", "test_loss"]
-    with pytest.raises(ValueError, match="metric='val_loss' is not recorded: set a validation set apart, or"):
+    with pytest.raises(ValueError, match="metric='val_loss' is not recorded: hold out a validation set, or"):
         Plateau().check_records(recorded)
-    with pytest.raises(ValueError, match="metric='train_accuracy' is not recorded: watch train_loss"):
+    with pytest.raises(ValueError, match="metric='train_accuracy' is not recorded: use train_loss"):
         Plateau("train_accuracy").check_records(["train_loss"])
     Plateau("train_accuracy").check_records(recorded)
     GradientNorm().check_records([])
@@ -88,7 +88,7 @@ def test_a_network_without_measurable_channels_raises_an_error_before_training()
     trigger = OnDemand(Expressivity(), schedule, 4)
     grower = Grower(network, torch.ones(2, 3), method=PairGrowth(), trigger=trigger)
     grower.provide(records=list, samples=[1], flops=lambda *_: 1, reference_flops=1.0)
-    with pytest.raises(UserError, match="one producing and one consuming layer, of which this network has none"):
+    with pytest.raises(UserError, match="one producing and one consuming layer, and this network has none"):
         grower.step(epoch=0)
 
 
@@ -166,7 +166,7 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
     demand, flops = Budget(percent, min_epochs=every, final_fraction=0.1), (seed, 20, 60, 100)
     _, cheapest = run(Whim([False], min_epochs=every, final_fraction=0.1), total, flops)
     if cheapest > percent:
-        with pytest.raises(ValueError, match="what growing late costs"):
+        with pytest.raises(ValueError, match="the cost of growing as late"):
             demand.check(total, 3, cheapest)
         return
     stages, cost = run(demand, total, flops)
@@ -183,12 +183,12 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
     [
         (lambda: Plateau(metric="loss"), "metric must be val_loss"),
         (lambda: Plateau(patience=0), "patience must be at least 1"),
-        (lambda: Budget(0), "percent must lie above 0"),
-        (lambda: GradientNorm(2), "ratio must lie"),
+        (lambda: Budget(0), "percent must be above 0"),
+        (lambda: GradientNorm(2), "ratio must be in"),
         (lambda: Plateau(min_epochs=0), "min_epochs must be at least 1"),
-        (lambda: Plateau(final_fraction=1), "final_fraction must lie"),
+        (lambda: Plateau(final_fraction=1), "final_fraction must be in"),
         (lambda: Plateau(groups="some"), "all, gradient or bottleneck, not 'some'"),
-        (lambda: Plateau(groups_fraction=0), "groups_fraction must lie"),
+        (lambda: Plateau(groups_fraction=0), "groups_fraction must be in"),
         (lambda: Plateau(patience="x"), "patience must be an integer, not 'x'"),
         (lambda: Plateau(final_fraction=None), "final_fraction must be a finite number, not None"),
         (lambda: Expressivity("x"), "ratio must be a finite number, not 'x'"),
@@ -196,11 +196,11 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
         (lambda: Budget(30).check(100, 3, 41.0), "percent=30 is below 41.0"),
         (lambda: OnDemand("plateau", make_schedule(10, 32, num_stages=2), 10), "needs a demand and a schedule"),
         (lambda: OnDemand(Plateau(), [0.5, 1.0], 10), "needs a demand and a schedule"),
-        (lambda: Scheduled([0.5, 1.0]), r"needs a schedule: what growlab\.make_schedule returns"),
-        (lambda: Never(width="0.5"), r"must be above 0|must be a part of the blocks"),
-        (lambda: Never(width=0), r"must be above 0|must be a part of the blocks"),
-        (lambda: Never(depth="1"), r"must be above 0|must be a part of the blocks"),
-        (lambda: Never(depth=1.5), r"must be above 0|must be a part of the blocks"),
+        (lambda: Scheduled([0.5, 1.0]), r"needs a schedule, as growlab\.make_schedule returns"),
+        (lambda: Never(width="0.5"), r"must be above 0|must be a fraction of the blocks"),
+        (lambda: Never(width=0), r"must be above 0|must be a fraction of the blocks"),
+        (lambda: Never(depth="1"), r"must be above 0|must be a fraction of the blocks"),
+        (lambda: Never(depth=1.5), r"must be above 0|must be a fraction of the blocks"),
     ],
 )
 def test_triggers_and_demands_reject_invalid_arguments(make: Any, told: str) -> None:
@@ -229,13 +229,13 @@ def grower(trigger: Any) -> Grower:
         ({0: {"0": 2.5}, 1: 1.0}, "the width 2.5 of group '0' must be a whole number"),
         ({0: {"0": "8"}}, "the width '8' of group '0' must be a whole number"),
         ({0: {"0": 8, 3: 4}}, "no width group 3, only 0"),
-        ({0: True, 1: 1}, "a width of True is no fraction"),
-        ({0: 2.0}, "a width of 2.0 is no fraction"),
-        ({0: nan}, "a width of nan is no fraction"),
-        ({0: "0.5"}, "a width of '0.5' is no fraction"),
-        ({0: 0.5, "1": 1.0}, "moment '1' must be a finite number"),
-        ({0: 0.5, inf: 1.0}, "moment inf must be a finite number"),
-        ({False: 0.5, 1: 1.0}, "moment False must be a finite number"),
+        ({0: True, 1: 1}, "a width of True must be a fraction"),
+        ({0: 2.0}, "a width of 2.0 must be a fraction"),
+        ({0: nan}, "a width of nan must be a fraction"),
+        ({0: "0.5"}, "a width of '0.5' must be a fraction"),
+        ({0: 0.5, "1": 1.0}, "start '1' of a trigger's stage must be a finite number"),
+        ({0: 0.5, inf: 1.0}, "start inf of a trigger's stage must be a finite number"),
+        ({False: 0.5, 1: 1.0}, "start False of a trigger's stage must be a finite number"),
         ({-1: 0.5, 1: 1.0}, "must begin at 0"),
     ],
 )
