@@ -31,4 +31,4 @@ def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(cli: Comma
 
 def test_before_growth_is_over_there_is_none(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*STOPPED, "callbacks.early_stopping.patience=1", "hydra.run.dir=run", cwd=tmp_path)
-    assert outcome.code == 2 and "stopped after 2 of 11 epochs, before the network has grown" in outcome.err
+    assert outcome.code == 2 and "stopped after 2 of 11 epochs, before the network was fully grown" in outcome.err
