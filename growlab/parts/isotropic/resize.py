@@ -56,9 +56,9 @@ class Choices:
 
     Attributes:
         columns: outgoing weights U* of a new neuron. "orthogonal": orthogonal to those of all others (Gram-Schmidt),
-            with their root mean square norm, or random if they span the space; "zero"; "copy": those of the neuron with
-            the largest singular value; "random": random with that norm; "small": random, 0.01 per weight, as in the
-            author's later code.
+            with their root mean square norm, or random if they span the space; "zero"; "copy": those of the existing
+            neurons in order (with `rotate`, from the largest singular value on); "random": random with that norm;
+            "small": random, 0.01 per weight, as in the author's later code.
         bias: b* of a new neuron in units of sqrt(o), within (-1, 1). If it is not 0 and columns are not "zero", growth
             is exact only on average (E[g]), or with a gain channel.
         removal_compensation: what replaces a removed neuron's constant part. "bias": b*^2 is added to the intrinsic
