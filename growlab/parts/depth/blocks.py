@@ -332,7 +332,8 @@ def _none_found(start: str, reasons: Mapping[str, str]) -> str:
     if not reasons:
         return "blocks='auto' finds no modules of one kind in a row that keep the shape of their input; name blocks."
     name, reason = next(iter(reasons.items()))
-    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    others = len(reasons) - 1
+    more = f", and {others} other block{'s' if others > 1 else ''}" if others else ""
     return (
         f"blocks='auto' finds no block that start={start!r} fits ({name}: {reason}{more}); name blocks, or choose "
         "another start: identity for layers without a residual, gstack for copies that change the outputs."
