@@ -398,7 +398,12 @@ class Growth(GrowthCallback, Callback):
         loop = getattr(trainer, f"{stage}_loop")
         kind = f"{_STEPS[stage]}_step"
         with draws_restored(module):
-            batch = _transferred(module, few_samples(loop._data_source.dataloader()))
+            batch = few_samples(loop._data_source.dataloader())
+            try:
+                batch = _transferred(module, batch)
+            except Exception:
+                # The hooks may need what the module's `setup` creates, which Lightning calls later.
+                batch = move_data_to_device(batch, module.device)
         step = getattr(module, kind)
         arguments = (batch, 0)[: len(inspect.signature(step).parameters)]
         try:

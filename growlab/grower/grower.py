@@ -356,7 +356,7 @@ class Grower(LoadingNetwork):
     ) -> list[GrowthEvent]:
         """Grow if the trigger asks for it; call this before the next batch.
 
-        A repeated call at the same epoch and step, as in a resumed run, does nothing; nor does a call after `finish`.
+        A repeated call at the same epoch and step, as in a resumed run, and a call after `finish` do nothing.
         If anything is raised, the network, optimizers and all other state are restored, and `step` may be called again.
 
         Args:

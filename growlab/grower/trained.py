@@ -350,7 +350,7 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
                 parameter.copy_(original)
     raise UserError(
         f"the trained network's weights fit {type(network).__name__}, but its output differs by {least:.0e}: the two "
-        "differ in more than widths and layers, such as the number of heads or a factor that the code computes from "
+        "differ in more than widths and layers, such as the head dimension or a factor that the code computes from "
         "its width."
     )
 
@@ -377,7 +377,7 @@ def _warn_of_unknown_outputs(network: nn.Module, graph: WidthGraph, widths: Widt
             )
     log.warning(
         "the trained network was given as tensors alone, so its outputs are not compared with those of %s, which would "
-        "differ with another number of heads, for example: give the network itself to compare them",
+        "differ with another head dimension, for example: give the network itself to compare them",
         type(network).__name__,
     )
 

@@ -101,7 +101,9 @@ def observe(
         quiet = hooks.enter_context(without_side_effects(model))
         returned = call_with(model.train(), probe)
         if quiet.drawn:
-            moments.clear()
+            # Hooks append to these lists.
+            for calls in moments.values():
+                calls.clear()
             quiet.restore()
             quiet.means = True
             returned = call_with(model.train(), probe)

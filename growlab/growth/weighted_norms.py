@@ -232,7 +232,8 @@ def _spread(
     correction: float | None = 1,
 ) -> Any:
     """Weighted variance or standard deviation, alone or with the mean; Bessel's correction takes the sum of weights."""
-    over = _weighted_dim(input, axis if dim is None else dim, means)
+    dim = axis if dim is None else dim
+    over = _weighted_dim(input, dim, means)
     correction, keepdim = (1 if correction is None else correction) * unbiased, keepdim or keepdims
     if over is None:
         # As in `x.var(False)`: over all entries, with or without the correction.
@@ -276,7 +277,7 @@ def _norm(
     keepdim: bool = False,
     **settings: Any,
 ) -> Tensor:
-    p = settings.pop("ord", p)
+    p, dim, keepdim = settings.pop("ord", p), settings.pop("axis", dim), keepdim or settings.pop("keepdims", False)
     over = _weighted_dim(input, dim, sums)
     if over is None or p not in (None, 2, "fro"):
         return func(input, *([] if p is None else [p]), dim=dim, keepdim=keepdim, **settings)

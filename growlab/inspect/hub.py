@@ -281,8 +281,8 @@ def expand(names: Sequence[str]) -> list[str]:
 
 
 def _smallest_of_families() -> list[str]:
-    timm = importlib.import_module("timm")
     """Return the smallest network of each of timm's families."""
+    timm = importlib.import_module("timm")
     smallest = []
     for family in timm.list_modules():
         sizes = {}

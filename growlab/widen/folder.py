@@ -173,12 +173,13 @@ def load(folder: Path) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # custom configurations may raise anything
         raise UserError(f"transformers {transformers.__version__} cannot read {folder}: {_message(error)}") from error
-    names = config.architectures or []
-    kind = getattr(transformers, names[0], None) if names else None
-    if kind is None:
+    if not config.architectures:
+        raise UserError(f"{folder}/config.json names no class under architectures; save the model again.")
+    name = config.architectures[0]
+    if (kind := getattr(transformers, name, None)) is None:
         raise UserError(
-            f"{folder}/config.json names {names[0] if names else 'no class'} under architectures, and transformers "
-            f"{transformers.__version__} has no such class."
+            f"{folder}/config.json names {name} under architectures, which transformers {transformers.__version__} "
+            "does not have."
         )
     return kind, config
 

@@ -122,7 +122,10 @@ def load_widened(folder: str | Path) -> nn.Module:
     network = _network(name, shape, num_classes)
     graph, _ = _traced(name, network, shape)
     if graph.full_widths != widths["before"]:
-        raise UserError(f"{name} in {folder} was widened from another version of the library's network; install that.")
+        raise UserError(
+            f"{name} in {folder} was widened with another version of the library, which had other widths; install that "
+            "version."
+        )
     resize(network, graph, widths["before"], widths["after"])
     fit_weights(network, read_weights(str(folder / WEIGHTS), str(folder)), _NO_NEW_CLASSES, str(folder))
     return network

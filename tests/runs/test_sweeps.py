@@ -133,7 +133,7 @@ def test_a_search_selects_by_what_each_kind_of_data_holds_out(
         {"metric": {"name": name, "higher_is_better": higher_is_better}, **values, "train_cost_percent": 50.0},
     )
     if not holds_out:
-        with pytest.raises(UserError, match=r"neither for training nor testing: set data\.validation=split"):
+        with pytest.raises(UserError, match=r"neither for training nor for testing: set data\.validation=split"):
             check_selection(cfg)
         assert objective(cfg, tmp_path) is None
         return

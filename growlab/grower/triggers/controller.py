@@ -34,9 +34,9 @@ class Controller(Trigger):
     At one step, before the rate decays, the network trains on for a short branch. Then, from where it was, it grows and
     trains on the same batches for as many FLOPs. Both networks are measured on batches that neither was trained on. If
     the grown network's loss is lower by more than its standard error, it is kept, else the smaller one. The branch of
-    the winner counts as training; that of the loser is undone, with the growth event. If `growlab.plan.advise` predicts
-    that the smaller network ends better, or a branch would have fewer than four steps, nothing is compared: the smaller
-    network trains on, at no cost.
+    the winner counts as training; that of the loser is undone, with the growth event. If the odds of the full network
+    are below `min_odds`, or a branch would have fewer than four steps, nothing is compared: the smaller network trains
+    on, at no cost.
 
     The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; in your own loop
     call `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or learning rate.

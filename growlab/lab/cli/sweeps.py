@@ -29,7 +29,8 @@ def check_selection(cfg: DictConfig) -> None:
         return
     if not _has_validation(cfg):
         raise UserError(
-            "a sweeper that selects needs samples that are neither for training nor testing: set data.validation=split."
+            "a sweeper that selects needs samples that are neither for training nor for testing: set "
+            "data.validation=split."
         )
     directions = _directions()
     if directions not in (["maximize"], _ACCURACY_AND_COST):

@@ -9,6 +9,7 @@ so its bits do not change.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,8 +29,8 @@ _STATISTICS = ("running_mean", "running_var")
 def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
     """Means of the statistics over batches and ranks, by the name of their running buffer.
 
-    Without norms that evaluation does not call, as in auxiliary heads, and those whose statistics do not follow the
-    batches (a momentum of 0 or none), and without InstanceNorm.
+    A norm's batches are those that it sees. Left out are norms that evaluation does not call, as in auxiliary heads,
+    those whose statistics do not follow the batches (a momentum of 0, or no such attribute), and InstanceNorm.
     """
     norms = {
         name: module
@@ -38,7 +39,7 @@ def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) 
         and getattr(module, "momentum", 0) != 0
         and not isinstance(module, _InstanceNorm)
     }
-    buffers, totals = dict(network.named_buffers()), dict[str, Tensor]()
+    buffers, totals, counts = dict(network.named_buffers()), dict[str, Tensor](), Counter[str]()
     modes = {module: module.training for module in network.modules()}
     network.eval()
     for module in norms.values():
@@ -54,10 +55,12 @@ def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) 
                     precise = torch.promote_types(empty[key].dtype, torch.float32)
                     part = empty[key].to(precise) / (weight * len(batches))
                     totals[key] = totals[key] + part if key in totals else part
+                    counts[key] += 1
     finally:
         for module, training in modes.items():
             module.training = training
-    return {name: averaged(total).to(buffers[name].dtype) for name, total in totals.items()}
+    means = {name: total * (len(batches) / counts[name]) for name, total in totals.items()}
+    return {name: averaged(mean).to(buffers[name].dtype) for name, mean in means.items()}
 
 
 def _weight(norm: Any, tracked: Tensor | None) -> float:

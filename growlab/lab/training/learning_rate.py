@@ -42,9 +42,9 @@ class LearningRate:
         warmup_steps: length of a linear warm-up in optimizer steps, instead of `warmup_epochs`; required by
             "inverse_sqrt".
         batch_size: batch size that the optimizer's rate is for, used by `batch_rule`; None: the last stage's.
-        progress_unit: unit of the shape's progress: "epochs"; optimizer "steps", also for milestones and if the run's
-            length is in steps; "cost", forward FLOPs relative to the run's planned total; "auto": cost if it is known
-            before the run and no other setting is in epochs or steps.
+        progress_unit: unit of the shape's progress and of milestones: "epochs", or optimizer steps if the run's length
+            is in steps; "steps"; "cost", forward FLOPs relative to the run's planned total; "auto": cost if it is known
+            before the run and no other setting is in epochs or steps, else "epochs".
         warmup_fraction: length of the warm-up as a fraction of the run in that unit, instead of `warmup_epochs`; of
             the stage for "one_cycle" with `restarts="stage"`.
         decay_fraction: fraction of the run in that unit (of the stage with `restarts="stage"`) over which "wsd"

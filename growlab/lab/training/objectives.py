@@ -169,7 +169,7 @@ class TokenPrediction(Objective):
         self.label_smoothing, self.padding = _checked_smoothing(label_smoothing), padding
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, correct, log-likelihood and tokens."""
+        """Mean loss of logits [B, T, V] and tokens [B, T]; sums: loss, correct, negative log-likelihood, tokens."""
         logits = _first_tensor(output)
         if logits.dim() != 3 or target.shape != logits.shape[:2]:
             takes = "outputs [batch, positions, tokens] and targets [batch, positions]"
@@ -235,10 +235,11 @@ class SubwordPrediction(TokenPrediction):
     def bind(self, data: Any) -> None:
         """Read the number of bytes of each token from the data."""
         super().bind(data)
-        if data.bytes_of_tokens is None:
+        lengths: Tensor | None = data.bytes_of_tokens
+        if lengths is None:
             advice = f": {self.goes_with}" if self.goes_with else ""
             raise UserError(f"objective=tokens needs data that know the bytes of their tokens, as data=tokens{advice}.")
-        self._bytes_of_tokens: Tensor = data.bytes_of_tokens
+        self._bytes_of_tokens = lengths
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Mean loss of logits [B, T, V] and tokens [B, T]; as `TokenPrediction`, with bytes before the tokens' sum."""

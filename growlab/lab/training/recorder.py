@@ -253,7 +253,7 @@ class RunRecorder(Callback):
             rows = [row for row in self.rows if row["stage"] == number]
             samples = [plan.samples[row["epoch"]] for row in rows]
             rates = [row["samples_per_sec"] for row in rows]
-            training_sec = sum(number / rate for number, rate in zip(samples, rates, strict=True))
+            training_sec = sum(count / rate for count, rate in zip(samples, rates, strict=True))
             stages.append(
                 {
                     "stage": number,

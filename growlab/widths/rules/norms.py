@@ -196,7 +196,7 @@ _upsample_nearest_exact2d _upsample_nearest_exact3d
 
 @rule(*_POOLING.split())
 def pool(record: Record, node: Any, args: Arguments) -> Value:
-    """Pooling or interpolation of each channel; the number of positions stays."""
+    """Pooling or interpolation of each channel: dimensions of positions keep their width, the others pass."""
     x, shape = first_tensor(args), shape_of(node)
     num_windows = next(int(char) for char in operation_of(node) if char.isdigit())
     freeze_windows(record, x, num_windows)

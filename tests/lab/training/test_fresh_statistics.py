@@ -100,6 +100,24 @@ def test_norms_whose_statistics_cannot_be_renewed_keep_theirs(keeps: nn.Module) 
     torch.testing.assert_close(fresh["2.running_mean"], network[:2].eval()(x).mean((0, 2)))
 
 
+class Positive(nn.Module):
+    """A norm that only some batches reach, as in an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) if x.mean() > 0 else x
+
+
+def test_means_are_over_the_batches_that_a_norm_sees() -> None:
+    x = torch.rand(8, 3)
+    fresh = fresh_statistics(Positive(), [(x,), (-x,), (x,)])
+    torch.testing.assert_close(fresh["norm.running_mean"], x.mean(0))
+    torch.testing.assert_close(fresh["norm.running_var"], x.var(0))
+
+
 def test_dropout_is_off_while_statistics_are_computed():
     network, found = Twice().double(), []
     batches = [(torch.randn(8, 3, 4, 4, dtype=torch.float64),)]

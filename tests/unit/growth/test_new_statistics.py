@@ -162,13 +162,14 @@ def test_ranks_that_see_different_batches_hold_the_same_statistics(cli: CommandL
 
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
-@pytest.mark.parametrize("inputs", [5, 8])
-def test_statistics_are_those_of_the_functions_input_not_of_its_modules(inputs, method):
+@pytest.mark.parametrize(("inputs", "draws"), [(5, False), (8, False), (8, True)])
+def test_statistics_are_those_of_the_functions_input_not_of_its_modules(inputs, draws, method):
     inside = Around(
         lambda net, x: F.batch_norm(net.layer(x), net.running_mean, net.running_var, training=net.training),
         **{"layer": [inputs, 8], "running_mean": nn.Buffer(torch.zeros(8)), "running_var": nn.Buffer(torch.ones(8))},
     )
-    network = nn.Sequential(nn.Linear(5, inputs), inside, nn.ReLU(), nn.Linear(8, 3))
+    noise = Around(lambda net, x: x + torch.randn_like(x) if net.training else x) if draws else nn.Identity()
+    network = nn.Sequential(nn.Linear(5, inputs), inside, noise, nn.ReLU(), nn.Linear(8, 3))
     run = Growing(network, batch(), method, rough=False)
     run.x = (batch(1),)
     assert run.grow().parity_error_eval < 1e-5

@@ -320,7 +320,7 @@ def by_functions_positions(norm: nn.Module, x: Tensor) -> Tensor:
 def of_samples_too(norm: nn.Module, x: Tensor) -> Tensor:
     """Deviations of each channel over the samples and of all entries, which stay as they are."""
     x = x / (x.std(-1, keepdim=True) + 1e-6)
-    return x / (1 + x.std(0) + x.var(0, unbiased=False))
+    return x / (1 + x.std(0) + x.var(axis=0, unbiased=False))
 
 
 def written(normalise: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
@@ -350,6 +350,19 @@ def test_means_variances_and_deviations_over_channels_are_weighed(
     plain = nn.Sequential(nn.Linear(5, 16), written(normalise), nn.Linear(16, 3)).double()
     plain.load_state_dict(network.state_dict())
     torch.testing.assert_close(plain(x), annealed_outputs)
+
+
+def test_norms_over_other_dimensions_stay_plain_by_numpys_names_too() -> None:
+    """torch's functions accept `axis` and `keepdims`."""
+
+    def normalise(norm: nn.Module, x: Tensor) -> Tensor:
+        x = 4 * x / torch.linalg.vector_norm(x, axis=-1, keepdims=True)
+        return x / (1 + torch.linalg.vector_norm(x, axis=0))
+
+    network = nn.Sequential(nn.Linear(5, 16), written(normalise), nn.Linear(16, 3)).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    run = Growing(network, x, PairGrowth(), rough=False)
+    assert run.grow().parity_error_eval < 1e-12
 
 
 @pytest.mark.parametrize("by_shape", [False, True])

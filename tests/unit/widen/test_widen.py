@@ -151,6 +151,9 @@ def test_widen_reports_bad_input_in_one_sentence(tmp_path: Path, capsys: pytest.
 def test_a_folder_without_weights_or_of_an_unknown_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, model_type="no_such_type")
     assert "no_such_type" in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
+    for architectures, told in ((None, "names no class under architectures; save"), (["Mine"], "which transformers ")):
+        folder = folder_of(tmp_path, model_type="llama", architectures=architectures)
+        assert told in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
     (folder / "model.safetensors").unlink()
     assert "no weights" in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
 

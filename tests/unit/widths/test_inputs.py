@@ -157,6 +157,21 @@ def test_lightning_sees_batches_as_transfer_hooks_return_them(tmp_path: Path) ->
     assert [event.stage for event in growth.grower.events] == [1]
 
 
+def test_transfer_hooks_may_need_the_modules_setup(tmp_path: Path) -> None:
+    """Lightning calls the callback's `setup` first, so the module's input is captured without these hooks."""
+
+    class Module(Plain):
+        def setup(self, stage: str) -> None:
+            self.factor = 2.0
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch[0] * self.factor, batch[1]
+
+    growth = Growth(method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    trainer_of(tmp_path, growth, max_epochs=2).fit(Module(), DataLoader(TensorDataset(IMAGES, LABELS), 16))
+    assert [event.stage for event in growth.grower.events] == [1]
+
+
 def test_lightnings_example_input_is_moved_to_the_modules_device() -> None:
     class Module(Plain):
         example_input_array = torch.ones(2, 6)
