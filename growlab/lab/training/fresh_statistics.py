@@ -39,7 +39,10 @@ def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) 
         and getattr(module, "momentum", 0) != 0
         and not isinstance(module, _InstanceNorm)
     }
-    buffers, totals, counts = dict(network.named_buffers()), dict[str, Tensor](), Counter[str]()
+    buffers = dict(network.named_buffers())
+    keys = {name: [f"{name}.{kind}".lstrip(".") for kind in _STATISTICS] for name in norms}
+    totals = {key: torch.zeros_like(buffers[key], dtype=_precise(buffers[key])) for name in norms for key in keys[name]}
+    seen = Counter[str]()
     modes = {module: module.training for module in network.modules()}
     network.eval()
     for module in norms.values():
@@ -51,16 +54,24 @@ def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) 
             functional_call(network, empty, inputs)
             for name, norm in norms.items():
                 weight = _weight(norm, empty.get(f"{name}.num_batches_tracked".lstrip(".")))
-                for key in (f"{name}.{kind}".lstrip(".") for kind in _STATISTICS if weight):
-                    precise = torch.promote_types(empty[key].dtype, torch.float32)
-                    part = empty[key].to(precise) / (weight * len(batches))
-                    totals[key] = totals[key] + part if key in totals else part
-                    counts[key] += 1
+                for key in keys[name] if weight else ():
+                    totals[key] += empty[key].to(_precise(empty[key])) / (weight * len(batches))
+                    seen[key] += 1
     finally:
         for module, training in modes.items():
             module.training = training
-    means = {name: total * (len(batches) / counts[name]) for name, total in totals.items()}
-    return {name: averaged(mean).to(buffers[name].dtype) for name, mean in means.items()}
+    fresh = dict[str, Tensor]()
+    for key, total in totals.items():
+        # Of all norms on every rank, since a norm may see batches on some ranks only.
+        share = averaged(total.new_tensor(seen[key] / max(1, len(batches))))
+        mean = averaged(total)
+        if share > 0:
+            fresh[key] = (mean / share).to(buffers[key].dtype)
+    return fresh
+
+
+def _precise(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _weight(norm: Any, tracked: Tensor | None) -> float:

@@ -1,5 +1,7 @@
 """Held-out evaluation normalises by statistics of the current weights, without an effect on training."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.nn import functional as F
 
 from growlab.lab.data import ImageData
 from growlab.lab.training.fresh_statistics import fresh_statistics
+from tests.command_line import CommandLine
 from tests.whole_runs import MLP, mlp3
 
 
@@ -116,6 +119,20 @@ def test_means_are_over_the_batches_that_a_norm_sees() -> None:
     fresh = fresh_statistics(Positive(), [(x,), (-x,), (x,)])
     torch.testing.assert_close(fresh["norm.running_mean"], x.mean(0))
     torch.testing.assert_close(fresh["norm.running_var"], x.var(0))
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    x = torch.rand(8, 3, generator=torch.Generator().manual_seed(0))
+    # Rank 1 sees no batch in the norm, and rank 0 one of two.
+    fresh = fresh_statistics(Positive(), [(-x if rank else x,), (-x,)])
+    torch.testing.assert_close(fresh["norm.running_mean"], x.mean(0))
+    torch.testing.assert_close(fresh["norm.running_var"], x.var(0))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_norm_may_see_batches_on_one_rank_only(tmp_path: Path, cli: CommandLine) -> None:
+    cli.on_two_ranks(one_rank, tmp_path)
 
 
 def test_dropout_is_off_while_statistics_are_computed():
