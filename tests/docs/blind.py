@@ -1,6 +1,6 @@
 """Scores of the odds on pairs that were written down before they were trained: notebooks/results/blind.
 
-`blind_third.py` uses these functions for the pairs of its folder.
+The modules of later rounds use these functions for the pairs of their folders.
 
 `python -m tests.docs.blind` prints the section of the page guide/measured.md.
 """
@@ -129,6 +129,15 @@ def expected(question: str, folder: Path = FOLDER) -> float:
 def realised(question: str, folder: Path = FOLDER) -> float:
     """Mean relative error that wrong choices cost."""
     return fmean(one.realised(question) for one in outcomes(folder))
+
+
+def scores(folder: Path) -> tuple[str, ...]:
+    """Pairs whose likelier network was better, Brier scores, and what wrong choices were to cost and did."""
+    half = "smaller_full"
+    return (
+        *(str(right(half, folder)), *(f"{brier(each, folder):.2f}" for each in (half, "grown_full"))),
+        *(f"{100 * value(half, folder):.1f}" for value in (expected, realised)),
+    )
 
 
 def across(first: str, second: str, folder: Path = FOLDER) -> list[float]:

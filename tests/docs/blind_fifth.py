@@ -9,20 +9,14 @@ from textwrap import fill
 
 from growlab.plan import check, read_cases
 from tests.command_line import ROOT
-from tests.docs import blind
+from tests.docs import blind, blind_third
 from tests.docs.blind import as_table, difference
+from tests.docs.blind_fourth import GROWING_PAYS
 from tests.docs.blind_third import SIZES, pair_lines, points
 from tests.docs.stated import MEASURED, Stated
 
 FOLDER = ROOT / "notebooks" / "results" / "blind_fifth"
-GROWING_PAYS = "notebooks/docs/pages/guide/growing_pays.md"
-RULES = {
-    "the odds, and `growlab plan`": "odds",
-    "always full": "full",
-    "always half": "smaller",
-    "always grown": "grown",
-    "a coin": "coin",
-}
+RULES = {name: rule for name, rule in blind_third.RULES.items() if rule != "controller"}
 
 
 def rule_lines() -> list[tuple[str, ...]]:
@@ -35,14 +29,9 @@ def rule_lines() -> list[tuple[str, ...]]:
     return lines
 
 
-def scores() -> tuple[str, ...]:
-    """Pairs whose likelier network was better, Brier scores, and what wrong choices were to cost and did."""
-    half = "smaller_full"
-    return (
-        *(str(blind.right(half, FOLDER)), *(f"{blind.brier(each, FOLDER):.2f}" for each in (half, "grown_full"))),
-        *(f"{100 * value(half, FOLDER):.1f}" for value in (blind.expected, blind.realised)),
-        str(sum(one.better(half) for one in blind.outcomes(FOLDER))),
-    )
+def halves_better() -> str:
+    """Number of pairs in which half of the network was better than the full one."""
+    return str(sum(one.better("smaller_full") for one in blind.outcomes(FOLDER)))
 
 
 def all_cases() -> tuple[str, ...]:
@@ -94,7 +83,7 @@ def stated() -> list[Stated]:
     grown = [difference("grown", other, FOLDER) for other in ("full", "smaller")]
     lines = [*pair_lines(FOLDER, SIZES), *rule_lines()]
     return [
-        Stated(MEASURED, ODDS, scores),
+        Stated(MEASURED, ODDS, lambda: (*blind.scores(FOLDER), halves_better())),
         Stated(MEASURED, ALL, all_cases),
         Stated(GROWING_PAYS, OF_CASES, lambda: all_cases()[4:6]),
         Stated(MEASURED, GROWN, lambda: (*grown[0], *grown[1])),

@@ -21,15 +21,6 @@ def rule_lines() -> list[tuple[str, ...]]:
     return [(name, *points(rule, SIZES, FOLDER)) for name, rule in RULES.items()]
 
 
-def scores() -> tuple[str, ...]:
-    """Pairs whose likelier network was better, Brier scores, and what wrong choices were to cost and did."""
-    half = "smaller_full"
-    return (
-        *(str(blind.right(half, FOLDER)), *(f"{blind.brier(each, FOLDER):.2f}" for each in (half, "grown_full"))),
-        *(f"{100 * value(half, FOLDER):.1f}" for value in (blind.expected, blind.realised)),
-    )
-
-
 def compared() -> tuple[str, ...]:
     """Controllers that compared, of all that there are, that grew, and how they end beside staying."""
     rows = [row for one in blind.outcomes(FOLDER) for row in one.rows if row["arm"] == "controller"]
@@ -71,7 +62,7 @@ def stated() -> list[Stated]:
     """Sentences and lines of tables with their numbers."""
     grown = [difference("grown", other, FOLDER) for other in ("full", "smaller")]
     return [
-        Stated(MEASURED, ODDS, scores),
+        Stated(MEASURED, ODDS, lambda: blind.scores(FOLDER)),
         Stated(MEASURED, TWO, lambda: (*of_two(FOLDER), *grown[0], *grown[1])),
         Stated(MEASURED, CONTROLLED, compared),
         Stated(GROWING_PAYS, OF_CONTROLLER, lambda: (compared()[5], compared()[2], compared()[1])),

@@ -60,14 +60,17 @@ def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) 
     finally:
         for module, training in modes.items():
             module.training = training
-    fresh = dict[str, Tensor]()
-    for key, total in totals.items():
-        # Of all norms on every rank, since a norm may see batches on some ranks only.
-        share = averaged(total.new_tensor(seen[key] / max(1, len(batches))))
-        mean = averaged(total)
-        if share > 0:
-            fresh[key] = (mean / share).to(buffers[key].dtype)
-    return fresh
+    if not totals:
+        return {}
+    # All ranks average all norms, since a norm may see batches on some ranks only.
+    shares = [seen[key] / max(1, len(batches)) for key in totals]
+    shares = averaged(next(iter(totals.values())).new_tensor(shares)).tolist()
+    means = [averaged(total) for total in totals.values()]
+    return {
+        key: (mean / share).to(buffers[key].dtype)
+        for key, mean, share in zip(totals, means, shares, strict=True)
+        if share
+    }
 
 
 def _precise(tensor: Tensor) -> torch.dtype:
