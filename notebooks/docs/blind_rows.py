@@ -1,4 +1,4 @@
-"""Train pairs of a network and a budget that were written down before any of them was trained, in five rounds.
+"""Train pairs of a network and a budget that were written down before any of them was trained, in six rounds.
 
 `python notebooks/docs/blind_rows.py fourth --write` writes `notebooks/results/blind_fourth/pairs.csv`: networks,
 budgets, and the odds of `growlab.plan`. With `--data ../shared/data` in the place of `--write` it trains all runs
@@ -44,14 +44,14 @@ from growlab.plan import advise
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FOLDERS = {"first": RESULTS / "blind"} | {
-    name: RESULTS / f"blind_{name}" for name in ("second", "third", "fourth", "fifth")
+    name: RESULTS / f"blind_{name}" for name in ("second", "third", "fourth", "fifth", "sixth")
 }
 SIZES = ("full", "smaller", "grown")
 ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays", "shallow", "drawn")
 # The last rate is tried if the first is better than the second.
 RATES, RATE_SEED = (0.005, 0.015, 0.0015), 100
 # Seeds of each round; more for what the controller is compared with, since the two differ little.
-SEEDS = {"first": 2, "second": 2, "third": 3, "fourth": 3, "fifth": 5}
+SEEDS = {"first": 2, "second": 2, "third": 3, "fourth": 3, "fifth": 5, "sixth": 4}
 COMPARED = {name: {"controller": 8, "stays": 8} for name in ("third", "fourth")}
 # Runs at another one's rate; the controller, and its trunk that never grows, at that of the smaller network.
 RATE_OF = {
@@ -389,6 +389,116 @@ def hub(width: int, kind: str) -> nn.Module:
     return CausalModel(CHARACTERS, LENGTH, kind, hidden_size=width, num_attention_heads=2)
 
 
+def bottleneck(width: int, channels: int) -> nn.Module:
+    """Four residual blocks, a quarter as wide within (ResNet-50)."""
+    C, D = width, width // 4
+    blocks = [Branch(conv(C, D, 1), conv(D, D), nn.Conv2d(D, C, 1, bias=False), nn.BatchNorm2d(C)) for _ in range(4)]
+    return classified(C, conv(channels, C, stride=2), *blocks)
+
+
+def fire(width: int, channels: int) -> nn.Module:
+    """SqueezeNet: three times a convolution to half of the channels and two beside each other back to all."""
+    C, D = width, width // 2
+    squeezed = [layer for _ in range(3) for layer in (conv(C, D, 1), Joined(conv(D, D, 1), conv(D, D)))]
+    return classified(C, conv(channels, C, stride=2), *squeezed)
+
+
+class Sum(nn.Module):
+    """Sum of layers that see the same input."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Features of one layer's shape."""
+        return sum(layer(x_BCHW) for layer in self.layers)
+
+
+def repvgg(width: int, channels: int) -> nn.Module:
+    """Three sums of a 3x3 convolution, one of 1x1 and the input, each normalised (RepVGG)."""
+    C, layers = width, list[nn.Module]()
+    for _ in range(3):
+        beside = [nn.Sequential(nn.Conv2d(C, C, k, 1, k // 2, bias=False), nn.BatchNorm2d(C)) for k in (3, 1)]
+        layers += [Sum(*beside, nn.BatchNorm2d(C)), nn.ReLU()]
+    return classified(C, conv(channels, C, stride=2), *layers)
+
+
+def bag(width: int, channels: int) -> nn.Module:
+    """Mean over the classes of overlapping patches of 5x5 (BagNet)."""
+    layers = conv(channels, width, 5, 2), conv(width, width, 1), conv(width, width, 1)
+    return nn.Sequential(*layers, nn.Conv2d(width, CLASSES, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+class Highway(nn.Module):
+    """Layer and input, mixed by a gate."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        """Features of the input's shape."""
+        gate_BC = torch.sigmoid(self.gate(x_BC) - 1)
+        return gate_BC * torch.relu(self.layer(x_BC)) + (1 - gate_BC) * x_BC
+
+
+def highway(width: int, features: int) -> nn.Module:
+    """Three highway layers."""
+    first = nn.Flatten(), nn.Linear(features, width), nn.ReLU()
+    return nn.Sequential(*first, *(Highway(width) for _ in range(3)), nn.Linear(width, CLASSES))
+
+
+class Hybrid(nn.Module):
+    """Two convolutions, then two layers of an encoder over the positions."""
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(conv(channels, width, stride=2), conv(width, width, stride=2))
+        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Logits [B, classes]."""
+        return self.head(self.layers(self.stem(images_BCHW).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Neighbours(nn.Module):
+    """Next character by an MLP over the last eight (Bengio et al. 2003)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.window, self.hidden = nn.Conv1d(width, 2 * width, 8), nn.Linear(2 * width, 2 * width)
+        self.head = nn.Linear(2 * width, CHARACTERS)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
+        x_BCT = self.embedding(tokens_BT).transpose(1, 2)
+        x_BTC = torch.relu(self.window(F.pad(x_BCT, (7, 0)))).transpose(1, 2)
+        return self.head(torch.relu(self.hidden(x_BTC)))
+
+
+class Masked(nn.Module):
+    """Next character by four layers of torch's encoder with a causal mask."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, width))
+        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, CHARACTERS)
+        self.register_buffer("mask", torch.full((LENGTH, LENGTH), -torch.inf).triu(1), persistent=False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
+        T = tokens_BT.shape[1]
+        x_BTC = self.embedding(tokens_BT) + self.positions[:T]
+        return self.head(self.layers(x_BTC, mask=self.mask[:T, :T], is_causal=True))
+
+
 @dataclass(frozen=True)
 class Pair:
     """A network and a budget.
@@ -466,11 +576,14 @@ _OF = {
     "wavenet": WaveNet, "convmixer": convmixer, "gpt2": gpt2, "excited": excited, "strips": Strips,
     "dense": dense, "inception": inception, "grouped": grouped, "nin": nin, "pool": pool, "gmlp": gmlp,
     "neox": partial(hub, kind="gpt_neox"), "opt": partial(hub, kind="opt"),
+    "bottleneck": bottleneck, "fire": fire, "repvgg": repvgg, "bag": bag, "highway": highway, "hybrid": Hybrid,
+    "phi": partial(hub, kind="phi"), "qwen2": partial(hub, kind="qwen2"), "neighbours": Neighbours, "masked": Masked,
 }  # fmt: skip
 _IN_DEPTH = (
     *("resnet14", "vit", "decoder", "resmlp", "mixer", "convnext"),
     *("preact", "inverted", "encoder", "wavenet", "gpt2"),
     *("grouped", "gmlp", "neox", "opt"),
+    *("bottleneck", "phi", "qwen2", "masked", "hybrid"),
 )
 
 
@@ -574,7 +687,33 @@ FIFTH = [
     _pair(75, 10.0, "opt", ENGLISH, (24, 16), None, 16),
     _pair(76, 10.0, "preact", DIGITS, (12, 8), None, channels=1),
 ]
-PAIRS = {"first": FIRST, "second": SECOND, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH}
+SIXTH = [
+    _pair(77, 1.0, "hybrid", CIFAR, (20, 14), None, channels=3),
+    _pair(78, 1.5, "fire", MNIST, (32, 22), None, channels=1),
+    _pair(79, 2.3, "bottleneck", CIFAR, (40, 28), None, channels=3),
+    _pair(80, 3.5, "highway", SMALL_MNIST, (28, 17), None, features=196),
+    _pair(81, 5.3, "bag", CIFAR, (48, 32), None, channels=3),
+    _pair(82, 8.0, "hybrid", SMALL_MNIST, (16, 10), None, channels=1),
+    _pair(83, 12.0, "repvgg", MNIST, (12, 8), None, channels=1),
+    _pair(84, 18.0, "fire", CIFAR, (20, 14), None, channels=3),
+    _pair(85, 27.0, "highway", CIFAR, (12, 7), None, features=768),
+    _pair(86, 40.0, "bottleneck", DIGITS, (24, 16), None, channels=1),
+    _pair(87, 60.0, "repvgg", CIFAR, (8, 6), None, channels=3),
+    _pair(88, 90.0, "bag", SMALL_MNIST, (24, 16), None, channels=1),
+    _pair(89, 3.0, "qwen2", ENGLISH, (24, 16), None, 8),
+    _pair(90, 4.5, "phi", GERMAN, (24, 16), None, 8),
+    _pair(91, 6.7, "opt", GERMAN, (24, 16), None, 16),
+    _pair(92, 10.0, "neox", PYTHON, (24, 16), None, 16),
+    _pair(93, 14.0, "masked", ENGLISH, (24, 16), None, 16),
+    _pair(94, 20.0, "neighbours", PYTHON, (24, 16), None, 16),
+    _pair(95, 28.0, "qwen2", PYTHON, (20, 12), None, 16),
+    _pair(96, 40.0, "phi", ENGLISH, (16, 10), None, 16),
+    _pair(97, 60.0, "neighbours", GERMAN, (20, 13), None, 32),
+    _pair(98, 90.0, "masked", PYTHON, (16, 10), None, 32),
+    _pair(99, 130.0, "neighbours", ENGLISH, (16, 10), None, 32),
+    _pair(100, 200.0, "masked", GERMAN, (12, 8), None, 32),
+]
+PAIRS = {"first": FIRST, "second": SECOND, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH, "sixth": SIXTH}
 
 
 # Data --------------------------------------------------------------------------------------------------------
