@@ -212,9 +212,18 @@ def gathered(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return OneByOne(tensors, lambda name: small[name] if name in small else whole(tensors[name]), tensors)
 
 
+def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
+    """Return a tensor's dtype, if possible without computing the tensor."""
+    return _like(tensors)[name].dtype
+
+
+def _like(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return tensors if not isinstance(tensors, OneByOne) or tensors.like is None else tensors.like
+
+
 def scalars(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A scalar 1 of each tensor's dtype, on its device."""
-    like = tensors if not isinstance(tensors, OneByOne) or tensors.like is None else tensors.like
+    like = _like(tensors)
     return {name: torch.ones((), dtype=like[name].dtype, device=like[name].device) for name in tensors}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.base.pieces import OneByOne
+from growlab.base.pieces import OneByOne, dtype_of
 from growlab.base.settings import Described, above, at_least, one_of
 from growlab.growth.constants import at_widths
 from growlab.growth.measurement import Measurement
@@ -208,13 +208,15 @@ class NewWeights:
         New biases of a recurrent layer's gate are the mean of its old ones: a forget gate's bias is often 1. Tensors of
         other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries and clamped
         to their range, since a forward may take their root. For complex numbers this is done for real and imaginary
-        parts separately.
+        parts separately; in weights each has half the variance (Trabelsi et al. 2018, Section 3.6).
         """
         shape, source = context.new_shape(name), context.generator(name)
         if name in context.layers:
-            emitted = self.rule.startswith("hyperfan")
-            drawn = _emitted(shape, source) if emitted else normal(shape, source)
-            return drawn.mul_(self.std(context, context.layers[name]))
+            draw = _emitted if self.rule.startswith("hyperfan") else normal
+            std = self.std(context, context.layers[name])
+            if dtype_of(context.reference, name).is_complex:
+                return torch.complex(draw(shape, source), draw(shape, source)).mul_(std / sqrt(2))
+            return draw(shape, source).mul_(std)
         if name in context.norm_defaults:
             return torch.full(shape, context.norm_defaults[name])
         old = context.reference.get(name)
@@ -229,7 +231,7 @@ class NewWeights:
 
 def _spread(context: GrowthContext, layer: Layer) -> float:
     """Return the standard deviation of the layer's old weight, its row multipliers included."""
-    old = context.reference[layer.weight].detach().double()
+    old = in_double(context.reference[layer.weight].detach())
     if old.is_meta:
         raise UserError(
             f'new_weights="as_network" reads the spread of the weights, but {layer.weight} is on the meta device, '
@@ -239,6 +241,11 @@ def _spread(context: GrowthContext, layer: Layer) -> float:
         dim = 1 if layer.transposed else 0
         old = old.movedim(dim, -1) * torch.tensor(rows, dtype=old.dtype, device=old.device)
     return float(old.std(correction=0))
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """Convert real numbers to float64, complex ones to complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _like(old: Tensor, shape: tuple[int, ...], source: torch.Generator) -> Tensor:

@@ -108,7 +108,7 @@ def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
     both, such as masked logits, do not differ.
     """
     if before.is_complex():
-        before, after = torch.view_as_real(before), torch.view_as_real(after)
+        before, after = (torch.view_as_real(each.resolve_conj()) for each in (before, after))
     zero = torch.zeros((), dtype=torch.float64, device=before.device)
     scale = largest = zero
     # In pieces: a language model's logits in float64 would take many times the memory of the network.
@@ -140,7 +140,9 @@ def rounding_measured(
     usual, originals = rounding(model, outputs.eval), []
     with torch.no_grad():
         try:
-            for number, parameter in enumerate(p for p in model.parameters() if p.is_floating_point()):
+            for number, parameter in enumerate(
+                p for p in model.parameters() if p.is_floating_point() or p.is_complex()
+            ):
                 originals.append((parameter, parameter.detach().clone()))
                 source = torch.Generator(parameter.device).manual_seed(number)
                 precise = torch.promote_types(parameter.dtype, torch.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from growlab.base.pieces import OneByOne, scalars
 from growlab.base.settings import flag, one_of
-from growlab.growth.method import GrownTensors, GrowthContext, NewWeights, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, NewWeights, WeightRule, in_double
 from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.rescale import rescale
 from growlab.widths import Carry, Layer, WidthGraph
@@ -175,7 +175,7 @@ class VarianceTransfer(PairGrowth):
             return (before / after) ** (self.new_weights.output_power / 2)
         if self.rule == "fan_in_ratio":
             return sqrt(before / after)
-        variance = float(context.reference[weight].double().var(correction=0))
+        variance = float(in_double(context.reference[weight]).var(correction=0))
         # Equal weights have no variance.
         wanted = self.new_weights.gain * layer.variance_per_entry
         return sqrt(wanted / (before * variance)) if variance > 0 else 1.0

@@ -240,6 +240,7 @@ def test_relative_error():
     assert relative_error(ruled_out, torch.tensor([1.0, -math.inf])) == 0.5
     assert relative_error(ruled_out, torch.tensor([2.0, 0.0])) == math.inf
     assert relative_error(torch.tensor([1.0 + 2j]), torch.tensor([1.0 + 1j])) == 0.5
+    assert relative_error(torch.tensor([1.0 + 2j]).conj(), torch.tensor([1.0 - 1j])) == 0.5
     zeros = torch.zeros(2)
     assert relative_error(zeros, before) == 4 and relative_error(zeros, zeros) == 0
     assert math.isnan(relative_error(zeros, torch.tensor([0.0, math.nan])))

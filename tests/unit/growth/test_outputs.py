@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,25 @@ def test_a_network_whose_first_parameter_is_complex_grows(method) -> None:
     assert torch.equal(network.filter[:, :4], before)
     # New entries are complex too, whoever draws them.
     assert network.filter.shape == (5, 8) and bool((network.filter[:, 4:].imag != 0).all())
+
+
+@pytest.mark.parametrize("rule", ["fan_in", "as_network"])
+def test_complex_layers_are_drawn_with_equal_variance_in_both_parts(rule: Any) -> None:
+    torch.manual_seed(0)
+    hidden = nn.Sequential(nn.Linear(400, 300, dtype=torch.cfloat), nn.Linear(300, 300, dtype=torch.cfloat))
+    network = Around(lambda net, x: net.head(net.hidden(x).abs()), hidden=hidden, head=[300, 2])
+    wanted = float(hidden[1].weight.detach().std(correction=0)) * sqrt(300) if rule == "as_network" else sqrt(2)
+    x, method = torch.randn(4, 400, dtype=torch.cfloat), VarianceTransfer("constraint", new_weights=rule)
+    grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
+    for part in map(torch.view_as_real(hidden[1].weight.detach()).select, (2, 2), (0, 1)):
+        assert float(part.std()) * sqrt(2 * 150) == pytest.approx(wanted, rel=0.02)
+    (event,) = grower.step(epoch=1)
+    assert max(event.parity_error_eval, event.parity_error_train) < 1e-5
+    # The weights have their variance already, which is that of both parts together.
+    factor = event.report["rescaled"]["hidden.1.weight"]
+    assert factor == pytest.approx(sqrt(2) / wanted, rel=0.02)
+    for part in map(torch.view_as_real(hidden[1].weight.detach()[150:]).select, (2, 2), (0, 1)):
+        assert float(part.std()) * sqrt(2 * 300) == pytest.approx(wanted, rel=0.02)
 
 
 def test_a_block_that_comes_in_keeps_its_complex_numbers() -> None:
