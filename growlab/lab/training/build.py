@@ -269,7 +269,7 @@ def _learning_rate(cfg: DictConfig, knows_stages: bool, in_steps: bool) -> Any:
     settings = cfg.schedule.learning_rate
     searched = cfg.schedule.batch_size is not None and settings.batch_size is None
     rate = instantiate(settings, **({"batch_size": cfg.data.batch_size} if searched else {}))
-    rate = rate.by_steps() if in_steps and isinstance(rate, LearningRate) else rate
+    rate = rate.by_steps(knows_stages) if in_steps and isinstance(rate, LearningRate) else rate
     if isinstance(rate, LearningRate) and rate.needs_stages and not knows_stages:
         raise UserError(
             f"schedule.learning_rate.{rate.needs_stages} needs the widths of all epochs before the run, but this run "

@@ -44,7 +44,7 @@ class LearningRate:
         batch_size: batch size that the optimizer's rate is for, used by `batch_rule`; None: the last stage's.
         progress_unit: unit of the shape's progress and of milestones: "epochs", or optimizer steps if the run's length
             is in steps; "steps"; "cost", forward FLOPs relative to the run's planned total; "auto": cost if it is known
-            before the run and no other setting is in epochs or steps, else "epochs".
+            before the run and no other setting is in epochs or steps, else as "epochs".
         warmup_fraction: length of the warm-up as a fraction of the run in that unit, instead of `warmup_epochs`; of
             the stage for "one_cycle" with `restarts="stage"`.
         decay_fraction: fraction of the run in that unit (of the stage with `restarts="stage"`) over which "wsd"
@@ -117,15 +117,17 @@ class LearningRate:
         rewarm = self.warmup_steps_after_growth
         return f"warmup_steps_after_growth={rewarm}" if rewarm else None
 
-    def by_steps(self) -> "LearningRate":
-        """Convert the schedule for a run whose length is in steps."""
+    def by_steps(self, knows_cost: bool = True) -> "LearningRate":
+        """Convert the schedule for a run whose length is in steps; `knows_cost`: its FLOPs are known before the run."""
         if self.warmup_epochs:
             raise UserError(
                 "schedule.learning_rate.warmup_epochs counts epochs, and this run's length is in steps: set "
                 "warmup_steps."
             )
-        in_epochs = self.progress_unit == "epochs" or (self.progress_unit == "auto" and self.shape in _OWN_UNIT)
-        return replace(self, progress_unit="steps") if in_epochs else self
+        in_steps = self.progress_unit == "epochs" or (
+            self.progress_unit == "auto" and (self.shape in _OWN_UNIT or not knows_cost)
+        )
+        return replace(self, progress_unit="steps") if in_steps else self
 
     def factor_at_step(
         self, schedule: Schedule, steps_in_epoch: Sequence[int], flops_in_epoch: Sequence[float] | None = None

@@ -1,12 +1,14 @@
 """Growing inside one `fit` against one `fit` for each stage: bit for bit the same."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
 import pytest
 import torch
 
+from growlab.base.errors import UserError
 from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
 from growlab.growth import VarianceTransfer, grow, make_schedule
@@ -96,3 +98,12 @@ def test_slopes_of_prelu_are_exempt_from_weight_decay() -> None:
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
     assert [*decayed["params"], *spared["params"]] == list(task.network.parameters())
     assert spared["params"] == list(task.network.slope.parameters())
+
+
+def test_a_complex_weight_that_is_nan_stops_the_run_too() -> None:
+    network = torch.nn.Linear(2, 2, dtype=torch.cfloat)
+    run: Any = SimpleNamespace(network=network, device="cpu", global_step=3, _not_finite=lambda what, step: what)
+    Task.check_weights(run)
+    network.weight.data[0, 0] = complex(0, float("nan"))
+    with pytest.raises(UserError, match=r"^weight was NaN or infinite after"):
+        Task.check_weights(run)
