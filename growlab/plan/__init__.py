@@ -174,20 +174,23 @@ def read_cases(*paths: Path | str) -> list[Case]:
 
 
 def _parsed(lines: Iterable[str], name: str) -> list[Case]:
-    integers, floats = ("params", "smaller_params", "samples"), ("full", "smaller")
-    try:
-        return [
-            Case(
-                **{key: row[key] for key in ("case", "family", "kind")},
-                **{key: int(row[key]) for key in integers},
-                **{key: float(row[key]) for key in floats},
-                grown=float(row["grown"]) if row["grown"] else None,
+    rows, columns = csv.DictReader(lines, restval=""), [field.name for field in fields(Case)]
+    if missing := [column for column in columns if column not in (rows.fieldnames or ())]:
+        raise UserError(f"{name} has no column {missing[0]}: its columns must be {', '.join(columns)}.")
+    cases, integers, floats = list[Case](), ("params", "smaller_params", "samples"), ("full", "smaller")
+    for row in rows:
+        try:
+            cases.append(
+                Case(
+                    **{key: row[key] for key in ("case", "family", "kind")},
+                    **{key: int(row[key]) for key in integers},
+                    **{key: float(row[key]) for key in floats},
+                    grown=float(row["grown"]) if row["grown"] else None,
+                )
             )
-            for row in csv.DictReader(lines)
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        columns = ", ".join(field.name for field in fields(Case))
-        raise UserError(f"{name} has no cases ({error}): its columns must be {columns}.") from error
+        except ValueError as error:
+            raise UserError(f"line {rows.line_num} of {name} is not a case: {str(error).rstrip('.')}.") from error
+    return cases
 
 
 def advise(

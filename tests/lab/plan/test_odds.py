@@ -105,12 +105,16 @@ def test_a_users_cases_are_used(tmp_path) -> None:
     cases = read_cases(file)
     assert cases[len(read_cases()) :] == more
     assert advise(10**6, 2e7, cases=cases).choice == "smaller" != advise(10**6, 2e7).choice
-    for content, reason in (
-        ("case,family\na,b\n", "kind"),
-        ("\n".join(lines).replace(",250000,", ",0,"), "at least 1"),
+    columns = "case, family, kind, params, smaller_params, samples, full, smaller, grown"
+    for content, message in (
+        ("case,family\na,b\n", rf"mine\.csv has no column kind: its columns must be {columns}\.$"),
+        ("", r"mine\.csv has no column case: "),
+        ("\n".join(lines).replace(",250000,", ",0,"), r"^line 2 of .*mine\.csv is not a case: .*at least 1"),
+        ("\n".join([*lines[:2], "a,b,classes,many,1,1,0.5,0.5,"]), r"^line 3 of .*mine\.csv .*: invalid .* 'many'\.$"),
+        ("\n".join([*lines[:2], "a,b,classes,9,1,1,0.5"]), r"^line 3 of .*mine\.csv .*: could not convert .* ''\.$"),
     ):
         file.write_text(content)
-        with pytest.raises(UserError, match=rf"mine\.csv has no cases \(.*{reason}"):
+        with pytest.raises(UserError, match=message):
             read_cases(file)
     with pytest.raises(UserError, match="cannot read"):
         read_cases(tmp_path / "none.csv")
