@@ -275,9 +275,18 @@ def _part(source: Any, columns: Columns, seed: int, name: str) -> SamplePart:
         plain = not sampler.replacement and sampler.num_samples == len(dataset)
     else:
         plain = isinstance(sampler, SequentialSampler | DistributedSampler)
-    of_loader = {name: getattr(loader, name) for name in ("drop_last", "batch_size", "num_workers")}
-    # A plain sampler is replaced by our own (seed, epoch) order.
-    return replace(part, collate=loader.collate_fn, sampler=None if plain else sampler, **of_loader)
+    if not hasattr(sampler, "__len__"):
+        raise UserError(
+            f"data.source: {named} has a sampler ({type(sampler).__name__}) without __len__, the number of samples in "
+            "an epoch: add it."
+        )
+    of_loader = {key: getattr(loader, key) for key in ("drop_last", "batch_size", "num_workers")}
+    part = replace(part, collate=loader.collate_fn, sampler=None if plain else sampler, **of_loader)
+    if plain or name == "train":
+        # A plain sampler is replaced by our own (seed, epoch) order.
+        return part
+    # Samplers may split a data set that the loaders share.
+    return replace(part, positions=part.order(0), sampler=None)
 
 
 def _opened(source: Any) -> Any:
@@ -347,9 +356,18 @@ class CustomData(RunData):
             parts.pop("val", None)
         self.num_train, self.num_test = sum(self.samples_in_batches(0, self.batch_size)), len(parts["test"])
         self.num_val = len(parts["val"]) if "val" in parts else 0
-        # Read two samples now, so that errors in the data surface early.
+        # Read some samples now, so that errors in the data surface early.
         *inputs, target = self._first(2)
         self._shapes, self._target = [list(x.shape[1:]) for x in inputs], target
+        for name in parts.keys() - {"train"}:
+            target = self._batch(name, np.arange(1), None, 0)[-1]
+            is_label = target.dim() == 1 and not target.is_floating_point()
+            labels = _stored_labels(parts[name].dataset, self.columns) if is_label else None
+            if labels is not None and labels.max() < 0:
+                raise UserError(
+                    f"data.source: all labels of {name} are negative, as in data sets that keep them secret: leave "
+                    "this part out, and training samples are held out in its place."
+                )
 
     def teardown(self, stage: str | None = None) -> None:
         """End the worker processes."""

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from growlab.base.errors import UserError
 from growlab.lab.data import Columns, CustomData, Split
@@ -152,6 +161,24 @@ def test_random_samplers_keep_their_settings(settings: dict[str, Any], batches: 
     assert (len(x.unique()) < len(x)) == ("replacement" in settings)
 
 
+def test_samplers_may_split_a_data_set_that_loaders_share() -> None:
+    shared = TensorDataset(torch.arange(100.0)[:, None], torch.arange(100) % 2)
+    bounds = {"train": (0, 60), "val": (60, 80), "test": (80, 100)}
+    loaders = {name: DataLoader(shared, 10, sampler=SubsetRandomSampler(range(*ends))) for name, ends in bounds.items()}
+    data = opened(loaders)
+    assert (data.num_train, data.num_val, data.num_test) == (60, 20, 20)
+    read = {"train": data.train_dataloader(), "val": data.val_dataloader(), "test": data.test_dataloader()}
+    for name, batches in read.items():
+        assert sorted(torch.cat([x for x, _ in batches]).flatten().tolist()) == list(range(*bounds[name]))
+
+
+class Unlimited(Sampler):
+    """Sampler without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
 def test_hugging_faces_data_sets(tmp_path: Any) -> None:
     datasets = pytest.importorskip("datasets")
     import PIL.Image
@@ -177,6 +204,12 @@ def test_hugging_faces_data_sets(tmp_path: Any) -> None:
         (lambda: DataLoader(Endless()), {}, "train (Endless) is not a LightningDataModule, DataLoader, Dataset or"),
         (lambda: partial(Waves, 30), {}, "a function is called by its _target_, without _partial_"),
         (lambda: DataLoader(Waves(), batch_sampler=[[0, 1]]), {}, "has a custom batch sampler (list)"),
+        (lambda: DataLoader(Waves(), sampler=Unlimited()), {}, "has a sampler (Unlimited) without __len__"),
+        (lambda: {"train": classes(), "test": Odd("alone")}, {}, "or a mapping with a target, of tensors"),
+        (
+            lambda: {"train": classes(), "test": TensorDataset(drawn(9, 10), -torch.ones(9).long())},
+            *({}, "all labels of test are negative"),
+        ),
         (lambda: loaders()["train"], {}, "draws from all training samples, so none can be held out"),
         (lambda: str(__file__.rpartition("/")[0]), {}, "is no folder that datasets.save_to_disk wrote"),
         (lambda: 3, {}, "train (int) is not a LightningDataModule, DataLoader"),
