@@ -66,6 +66,8 @@ TABLE = {
     "+trainer.callbacks=[{_target_:lightning.pytorch.callbacks.GradientAccumulationScheduler,scheduling:{0:2}}]": (
         "trainer.accumulate_grad_batches or schedule.batch_sizes"
     ),
+    "+trainer.max_time=00:01:00:00": "trainer.max_time cannot be set here: `timeout 3h growlab ...` ends a run",
+    "+callbacks.x={_target_:lightning.pytorch.callbacks.Timer,duration:{hours:1}}": "end the run with a signal",
     "experiment=papers/hyperfan_mnist data=digits data.limit_train=60 model.network.width=9 growth=pairs": (
         "take the plain network as model with growth=hyperfan"
     ),

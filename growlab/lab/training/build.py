@@ -15,7 +15,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, Timer, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
@@ -117,7 +117,6 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
             batch_norm_samples=cfg.batch_norm_samples,
             check_ranks=cfg.check_ranks,
             compile=cfg.compile,
-            max_time=cfg.trainer.get("max_time") is not None,
             synchronised=bool(cfg.trainer.get("sync_batchnorm")),
             num_processes=processes.world_size(cfg.trainer),
         )
@@ -493,6 +492,11 @@ def _user_callback(name: str, settings: Any) -> lightning.Callback:
         raise UserError(
             f"{kind} does not follow a growing network: ema.decay=0.999 averages its weights, "
             "trainer.accumulate_grad_batches or schedule.batch_sizes set what makes a step."
+        )
+    if isinstance(callback, Timer) and callback.time_remaining() is not None:
+        raise UserError(
+            "Timer would end the run within an epoch, and a resumed run would skip the rest: leave its duration out, "
+            "and end the run with a signal, as `timeout 3h growlab ...` does."
         )
     return callback
 

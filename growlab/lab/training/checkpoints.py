@@ -17,7 +17,7 @@ from typing import IO, Annotated, Any, Literal
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from pydantic import Field
 from torch.optim import Optimizer
@@ -235,9 +235,7 @@ class SaveCheckpoints(Checkpoint):
         Lightning's loops would continue an interrupted evaluation without restoring the position of its loaders. Only
         this function depends on Lightning's names of these counters.
         """
-        # A run that reached its time limit continues when resumed.
-        timed = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        checkpoint[STOPPED] = trainer.should_stop and not timed
+        checkpoint[STOPPED] = trainer.should_stop
         if trainer.validating:
             counts = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]

@@ -50,8 +50,8 @@ _SCHEDULE = {
     **dict.fromkeys(("total_steps", "total_tokens", "eval_every_n_steps", "repeat_batches"), _Count | None),
     "steps": list[int] | None,
 }
-# Options of Lightning's Trainer that would change a run's length or evaluation behind growlab's back, and the settings
-# to use instead.
+# Options of Lightning's Trainer that would change a run's length or evaluation behind growlab's back, and what to use
+# instead.
 _OURS = {
     **dict.fromkeys(
         (
@@ -70,6 +70,7 @@ _OURS = {
     "log_every_n_steps": "set log_every_n_steps={} (without trainer.)",
     "fast_dev_run": "add debug=fast",
     "overfit_batches": "add debug=overfit",
+    "max_time": "`timeout 3h growlab ...` ends a run with a signal, at which it saves for ckpt_path=last",
 }
 # Settings of the schedule, and those that override each.
 _OVERRIDDEN_BY = {
@@ -177,7 +178,7 @@ def check_trainer_options(trainer: Mapping[str, Any]) -> None:
     """Reject options of Lightning's Trainer that would be ignored or change the meaning of a run's numbers."""
     if taken := [str(name) for name in trainer if name in _OURS]:
         instead = _OURS[taken[0]].format(trainer[taken[0]])
-        raise UserError(f"trainer.{taken[0]} is set by growlab: {instead}.")
+        raise UserError(f"trainer.{taken[0]} cannot be set here: {instead}.")
     with as_user_errors():
         whole(1, **{"trainer.accumulate_grad_batches": trainer.get("accumulate_grad_batches", 1)})
         for name in ("limit_train_batches", "gradient_clip_val"):

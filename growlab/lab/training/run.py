@@ -59,7 +59,6 @@ class Experiment:
         loggers: context manager that opens and closes the loggers.
         identity: settings that distinguish the run from others.
         save: when checkpoints are saved within epochs; the attributes below are named as in `conf/config.yaml`.
-        max_time: `trainer.max_time` is set, after which training stops.
         synchronised: `trainer.sync_batchnorm` is set: batch normalisation spans all ranks.
         num_processes: number of processes of the run.
     """
@@ -84,7 +83,6 @@ class Experiment:
     batch_norm_samples: int
     check_ranks: bool
     compile: bool
-    max_time: bool
     synchronised: bool
     num_processes: int
 
@@ -196,11 +194,6 @@ def _completed(experiment: Experiment, task: Task, done: int) -> Plan:
     if done >= total:
         return plan
     stopped = f"training was stopped after {done} of {total} epochs"
-    if experiment.max_time:
-        raise UserError(
-            f"{stopped} (trainer.max_time), so there is no result yet; resume with ckpt_path=last and the run's "
-            "hydra.run.dir."
-        )
     # None from methods that decide widths themselves.
     grown = trigger.fraction_grown(state.scheduled_stage, state.widths) in (None, 1.0)
     stage = plan.schedule.stage_at(done - 1) if done else -1
