@@ -252,6 +252,14 @@ def check(*overrides: str, is_sweep: bool = False) -> None:
         ),
         (("experiment=papers/convnet4_cifar10", "schedule.num_stages=2"), "with schedule.epochs=[10,10,10]"),
         (("experiment=papers/convnet4_cifar10", "schedule.initial_fraction=0.5"), "with schedule.epochs=[10,10,10]"),
+        (
+            ("schedule.eval_every_n_steps=9",),
+            "no effect, since the run's length is in epochs: set schedule.total_steps.",
+        ),
+        (
+            ("experiment=llama_text", "schedule.budget=2", "schedule.repeat_batches=2"),
+            "schedule.repeat_batches=2 has no",
+        ),
         (("experiment=transformer_multi30k", "schedule.initial_width=0.5"), "with schedule.widths=[0.25,0.5,1.0]"),
     ],
 )
@@ -275,6 +283,7 @@ def test_a_setting_without_effect_is_refused(overrides: tuple[str, ...], sentenc
         ("schedule.learning_rate.shape=steps", "schedule.learning_rate.milestones=[1]"),
         ("data.validation=split", "data.validation_fraction=0.3", "data.split_seed=1"),
         ("data=tokens", "data.validation_fraction=0.3"),
+        ("experiment=llama_text", "data.path=text", "schedule.eval_every_n_steps=9"),
     ],
 )
 def test_a_setting_with_an_effect_passes(overrides: tuple[str, ...]) -> None:

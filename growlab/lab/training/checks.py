@@ -82,7 +82,6 @@ _OVERRIDDEN_BY = {
     "initial_fraction": ("initial_epochs", "epochs", "steps"),
     "initial_width": ("widths",),
 }
-_SHAPE = "schedule.learning_rate.shape"
 
 
 def check_types(settings: Any, name: str = "") -> dict[str, Any]:
@@ -198,6 +197,13 @@ def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_swee
                     f"schedule.{name}={value} has no effect with schedule.{other}={str(winner).replace(' ', '')}, "
                     f"which the experiment sets: set that, or add schedule.{other}=null."
                 )
+    in_steps = any(schedule.get(name) is not None for name in ("total_steps", "total_tokens", "steps"))
+    for name in ("eval_every_n_steps", "repeat_batches"):
+        value = schedule.get(name) if f"schedule.{name}" in typed else None
+        if value is not None and (schedule.get("budget") is not None or not in_steps):
+            raise UserError(
+                f"schedule.{name}={value} has no effect, since the run's length is in epochs: set schedule.total_steps."
+            )
     if is_sweep:
         return
     for name, part in (settings.get("parts") or {}).items():
