@@ -134,6 +134,17 @@ def test_a_resumed_run_sees_the_same_batches_with_any_number_of_workers(layout, 
     assert not any(worker.is_alive() for worker in workers)
 
 
+def test_workers_ignore_every_signal_at_which_a_run_may_save(folders):
+    data = _open(folders, num_workers=1)
+    expected = [train_batches(data, epoch) for epoch in range(2)]
+    (worker,) = data._workers["train"]._loader._iterator._workers
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"):
+        os.kill(worker.pid, signal.Signals[name])
+    assert equal(train_batches(data, 1), expected[1])
+    assert worker.is_alive()
+    data.teardown()
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_abandoned_epoch_leaves_nothing_behind(folders, num_workers):
     data = _open(folders, num_workers=num_workers)
