@@ -80,6 +80,15 @@ def test_jobs_over_several_experiments_are_named_by_them() -> None:
     assert "experiment" not in naming_override(["experiment=digits,gpt_char", "seed=0,1"])
 
 
+@pytest.mark.parametrize(
+    ("swept", "folder"), [("seed=0", "data=folder,seed=0"), ("data.root=a", "data.root=a,data=folder")]
+)
+def test_jobs_in_the_same_folder_are_named_by_all_that_differs(swept: str, folder: str) -> None:
+    naming = naming_override(["experiment=digits", "data=folder", f"{swept},other"])
+    overrides = ["experiment=digits", "data=folder", swept, "+hydra/sweep=same_folder", naming]
+    assert composed(overrides).hydra.sweep.subdir == folder
+
+
 def test_a_search_by_another_sweeper_can_be_resumed_by_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,10 @@ def _job_folder(which: str = "") -> str:
     job = HydraConfig.get()
     named = job.job.override_dirname
     if which == "all":
-        named = ",".join(sorted(o for o in job.overrides.task if name_of(o) not in _NOT_IN_FOLDERS))
+        # `naming_override` has excluded those that all jobs share.
+        shared = {*_NOT_IN_FOLDERS} & {*job.job.config.override_dirname.exclude_keys}
+        shared -= {*(job.sweeper.get("params") or ())}
+        named = ",".join(sorted(o for o in job.overrides.task if name_of(o) not in shared))
     full = named.replace("/", "_").encode()
     digest = hashlib.sha256(full).hexdigest()[:8]
     short = full if len(full) <= _LONGEST else full[: _LONGEST - 9] + f"_{digest}".encode()
