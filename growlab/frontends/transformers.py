@@ -85,7 +85,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         self._set("the Trainer", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose, start)
         self._wrapper: DistributedDataParallel | None = None
         self._shard: Shard | None = None
-        self._mark = ""
+        # Identify the checkpoint that the Trainer is saving, and the last one that `on_save` has completed.
+        self._mark = self._written = ""
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: Any, model: nn.Module | None = None, **_: Any
@@ -160,6 +161,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         if optimizer is not None:
             if not state.global_step:
                 continue_optimizer(optimizer, self._trained_optimizer, self.grower)
+                # A second call of `train` continues with the same optimizer, at other widths.
+                self._trained_optimizer = None
             self.grower.follow(optimizer, state=self._optimizer_state)
         self._announce(self.grower, state.num_train_epochs, state.max_steps)
         if model is not None:
@@ -194,8 +197,9 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
 
         The original weights, to resume with, and the state of parts go to a separate file of the checkpoint.
         """
-        if self.grower is None or not args.should_save:
+        if self.grower is None or not args.should_save or self._written == self._mark:
             return
+        self._written = self._mark
         folder, kept = _folder(args, state), dict[str, Tensor]()
         plain: dict[str, Tensor] | None = None
         try:
@@ -219,6 +223,13 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             saved = self.grower.state_dict()
             content = {"kept": kept, "parts": saved["parts"], "constants": saved["growth"]["constants"]}
             torch.save({**content, "mark": self._mark}, folder / _FILE)
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Make the checkpoint's model plain before the Trainer uploads it, which precedes `on_save`."""
+        if (_folder(args, state) / TRAINER_STATE_NAME).is_file():
+            self.on_save(args, state, control, **named)
 
     def on_train_end(
         self,
@@ -253,7 +264,10 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {**saved, "mark": self._mark}}
 
     def _saved_in(self, state: TrainerState) -> dict[str, Any]:
-        return dict(state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}))
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        if isinstance(saved, list):
+            raise UserError("a Trainer has one Growth callback: grow a module that contains both networks.")
+        return dict(saved.get("attributes", {}))
 
     def _resume_from(self, folder: Path) -> bool:
         """Restore the state of growth from a checkpoint; return False if it has none."""

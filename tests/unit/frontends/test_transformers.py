@@ -18,6 +18,8 @@ from tests.unit.frontends import trainer_runs
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from growlab.frontends.transformers import Growth  # noqa: E402
 
 EPOCHS, STEPS = 3, 3
@@ -100,6 +102,61 @@ def test_a_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(whole: A
     assert kept and any((trainer.model.state_dict()[name] != tensor).any() for name, tensor in kept.items())
     again = transformers.BertForSequenceClassification.from_pretrained(last).eval()
     assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
+
+
+def test_the_hub_gets_plain_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[Any] = []
+
+    class Hub:
+        """The Hub, and the result of an upload."""
+
+        def upload_folder(self, *, folder_path: str, **_: Any) -> "Hub":
+            pushed.append(load_file(Path(folder_path) / "model.safetensors"))
+            return self
+
+        def done(self) -> bool:
+            return True
+
+    def init_hf_repo(self: Any, **_: Any) -> None:
+        self.hub_model_id, self.push_in_progress = "me/it", None
+
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", init_hf_repo)
+    monkeypatch.setattr(transformers.trainer, "hf_api", Hub, raising=False)
+    monkeypatch.setattr(transformers.trainer, "upload_folder", Hub().upload_folder, raising=False)
+    trainer, _ = run(tmp_path, save_strategy="epoch", push_to_hub=True, hub_strategy="checkpoint")
+    assert len(pushed) == 2 * EPOCHS  # the model and the checkpoint's folder
+    for tensors in pushed[-2:]:
+        for name, tensor in trainer.model.state_dict().items():
+            assert torch.equal(tensors[name], tensor), name
+    # A push after training leaves the last checkpoint, which training is resumed from, as it is.
+    extra = tmp_path / f"checkpoint-{EPOCHS * STEPS}" / "growlab.pt"
+    before = extra.read_bytes()
+    trainer.push_to_hub(blocking=False)
+    assert extra.read_bytes() == before and len(pushed) == 2 * EPOCHS + 1
+
+
+def test_a_second_training_keeps_the_optimizer_of_the_first(tmp_path: Path) -> None:
+    """The small model's optimizer, which training started from, has other shapes."""
+    half = {name: getattr(bert().config, name) // 2 for name in ("hidden_size", "intermediate_size")}
+    small = transformers.BertForSequenceClassification(transformers.BertConfig(**{**bert().config.to_dict(), **half}))
+    usual = {"per_device_train_batch_size": 4, "save_strategy": "epoch"}
+    trainer_runs.trained(tmp_path, small, DATA, num_train_epochs=1, **usual)
+    growth = Growth(start=tmp_path / f"checkpoint-{STEPS}", trigger={0: "small", 1: 1.0}, example=(WORDS[:4],))
+    trainer = trainer_runs.trained(tmp_path, bert(), DATA, growth, num_train_epochs=2, **usual)
+    trainer.train()
+    for parameter, state in trainer.optimizer.state.items():
+        assert state["exp_avg"].shape == parameter.shape and state["step"] == STEPS * (1 + 2 + 2)
+
+
+def test_two_callbacks_raise_an_error(tmp_path: Path) -> None:
+    class Towers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = bert(), bert()
+
+    each = [Growth(name, trigger={0: 0.5, 1: 1.0}, example=(WORDS[:4],)) for name in ("one", "other")]
+    with pytest.raises(UserError, match="one Growth callback"):
+        trainer_runs.trained(tmp_path, Towers(), DATA, *each)
 
 
 def test_frozen_tables_are_not_saved_in_the_trainers_own_file(tmp_path: Path) -> None:
