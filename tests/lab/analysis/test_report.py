@@ -97,6 +97,18 @@ def test_a_curve_of_one_point_is_a_dot(tmp_path: Path) -> None:
     assert [bool(re.fullmatch(r"M\S+ \S+h0", one)) for one in paths] == [True, False]
 
 
+def test_a_constant_curve_of_large_numbers_is_drawn(tmp_path: Path) -> None:
+    folder = shutil.copytree(RESULTS / "digits" / "fixed_s0", tmp_path / "runs" / "a")
+    rows = "".join(f"{epoch},{21 * epoch},0,25557032\n" for epoch in range(1, 4))
+    (folder / "metrics.csv").write_text(f"epoch,step,stage,num_params\n{rows}", encoding="utf-8")
+    drawn = dom(page(load_runs(tmp_path / "runs")), tmp_path)
+    ((first, *others),) = [
+        re.findall(r"[ML]\S+ (\S+?)(?=[ML]|$)", d) for d in re.findall(r'<path[^>]* d="([^"]+)"', drawn)
+    ]
+    # Between the margins of a picture of 340 points.
+    assert "NaN" not in drawn and others == [first] * 2 and 10 < float(first) < 298
+
+
 def test_seeds_of_a_method_share_its_colour(tmp_path: Path) -> None:
     folders = [RESULTS / "digits" / name for name in ("ours_s0", "ours_s1", "fixed_s0", "fixed_s1")]
     drawn = dom(page(load_runs(folders)), tmp_path)
