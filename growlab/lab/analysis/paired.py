@@ -38,7 +38,8 @@ class Comparison:
 
     def text(self, difference: float) -> str:
         """Format a difference in the metric's unit, with its sign."""
-        return f"{self.row.metric.scale * difference:+.2f}".replace("-", "−")
+        metric = self.row.metric
+        return format(metric.scale * difference, f"+{metric.digits}").replace("-", "−")
 
 
 def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:

@@ -407,7 +407,9 @@ def answer(
         raise UserError(f"--sort {sort} is no column of this table: {', '.join((*by, *columns))}.")
     place = 0 if sort is None else [*by, *columns].index(sort.lstrip("-"))
     backwards = (sort or "").startswith("-")
-    lines.sort(key=lambda line: (_place_of(line[place]), *map(_place_of, line)), reverse=backwards)
+    # Rows without a number come last in both orders.
+    missing = -math.inf if backwards else math.inf
+    lines.sort(key=lambda line: [_place_of(cell, missing) for cell in (line[place], *line)], reverse=backwards)
     cells = [[cell if isinstance(cell, str) else _mean_text(cell) for cell in line] for line in lines]
     caption = f"Mean ± sample standard deviation (number of runs) over {len(known)} runs."
     return Grid([*by, *columns], cells, num_text=len(by), caption=caption)
@@ -423,10 +425,9 @@ def _spelled(value: Any) -> str:
     return "null" if value is None else spelling(str(value))
 
 
-def _place_of(cell: Any) -> tuple[int, Any]:
+def _place_of(cell: Any, missing: float) -> tuple[int, Any]:
     if not isinstance(cell, str):
-        mean = statistics.fmean(values) if (values := _numbers(cell)) else math.inf
-        return (0, mean)
+        return (0, statistics.fmean(values) if (values := _numbers(cell)) else missing)
     try:
         return (0, float(cell))
     except ValueError:

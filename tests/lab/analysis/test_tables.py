@@ -256,6 +256,25 @@ def test_other_objectives_are_judged_by_the_metric_they_name(tmp_path):
         frontier(load_runs(tmp_path))
 
 
+def test_small_differences_have_the_digits_of_their_metric(tmp_path):
+    for seed in range(3):
+        for growth, score in (("ours", 0.0123), ("none", 0.0126 + 1e-4 * seed)):
+            about = {"metric": {"name": "rmse", "higher_is_better": False}, "test_rmse": score}
+            write_run(tmp_path / f"{growth}{seed}", growth=growth, seed=seed, test_accuracy=None, **about)
+    (cells,) = paired_table(compare_pairs(rows_of(tmp_path))).rows
+    # Differences of 3, 4 and 5: the interval reaches 4.3027 / sqrt(3) on both sides.
+    assert cells[2:] == ["3", "**−0.0004**", "−0.0006484 to −0.0001516"]
+
+
+@pytest.mark.parametrize(("sort", "found"), [("test_rmse", "abc"), ("-test_rmse", "bac")])
+def test_rows_without_the_number_that_they_are_sorted_by_come_last(tmp_path, sort, found):
+    for model, score in (("a", 0.25), ("b", 0.5), ("c", None)):
+        write_run(tmp_path / model, model=model, test_rmse=score)
+    assert (
+        "".join(row[0] for row in tables.answer(rows_of(tmp_path), ["model"], ["test_rmse"], sort=sort).rows) == found
+    )
+
+
 def test_the_optimizers_state_sets_rows_apart(tmp_path):
     for method in ("ours_without_state", "ours_with_state", "growing_vt"):
         for optimizer in ("sgd", "adam"):
