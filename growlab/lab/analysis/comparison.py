@@ -81,7 +81,7 @@ def compare(runs: Sequence[Run]) -> Figure:
     _curves(panels["loss"], drawn, partial(Run.curve, column="train_loss"), 1, "training loss", "")
     _curves(panels["metric"], drawn, scores, metric.scale, name, unit)
     panels["loss"].set_xlabel("")
-    panels["cost"].set_xlabel(f"training cost (%; 100 = fixed-size, {rows[0].reference_epochs} epochs)")
+    panels["cost"].set_xlabel(f"training cost (%; 100 = fixed-size, {rows[0].reference_epochs:g} epochs)")
     keys = ("color", "linestyle", "marker")
     handles = [Line2D([], [], **{key: line[key] for key in keys}) for _, line in drawn]
     style.legend_below(figure, handles, names, num_columns, note=_curves_note(rows))

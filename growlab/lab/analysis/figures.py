@@ -182,8 +182,8 @@ def _of_stages(run: Run, quantity: str) -> list[float] | None:
 
 def _label(run: Run) -> str:
     overrides = [override for override in run.group.overrides if not override.startswith(("schedule.", "data."))]
-    sizes = sorted({stage["batch_size"] for stage in run.results["stages"]})
-    batch = f"batch {sizes[0]}" if len(sizes) == 1 else f"batch {sizes[-1]} to {sizes[0]}"
+    sizes = [stage["batch_size"] for stage in run.results["stages"]]
+    batch = f"batch {sizes[0]}" if len(set(sizes)) == 1 else f"batch {sizes[0]} to {sizes[-1]}"
     name = style.display_name(", ".join([run.group.plain_method, *overrides]))
     return f"{name}, {batch}: {run.results['seconds']:.0f} s in all"
 

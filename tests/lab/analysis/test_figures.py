@@ -14,7 +14,7 @@ from growlab.lab.analysis.figures import learning_curves, resources, widths_over
 from growlab.lab.analysis.results import load_runs, open_run
 from growlab.lab.analysis.style import FIXED_SIZE, MARKERS, PALETTE, line_styles
 
-from .fake_runs import FIXED, write_run
+from .fake_runs import FIXED, changed, write_run
 
 
 def event_positions(axes):
@@ -94,6 +94,23 @@ def test_resources_leave_out_memory_that_was_not_recorded_and_refuse_other_stage
 
 
 # Compare ---------------------------------------------------------------------------------------------------
+
+
+def test_resources_name_batch_sizes_in_the_order_of_stages(tmp_path):
+    folder = write_run(tmp_path, stage_epochs=(2, 2))
+    stages = [
+        {**stage, "batch_size": size} for stage, size in zip(open_run(folder).results["stages"], (64, 256), strict=True)
+    ]
+    changed(folder, stages=stages)
+    (legend,) = resources(load_runs(tmp_path)).legends
+    assert "batch 64 to 256:" in legend.get_texts()[0].get_text()
+
+
+def test_compare_rounds_a_budget_of_a_third_of_an_epoch(tmp_path):
+    for growth, cost in (("ours", 50.0), ("none", 100.0)):
+        write_run(tmp_path / growth, growth=growth, cost_percent=cost, schedule={"budget": 1 / 3})
+    axes = compare(load_runs(tmp_path)).axes
+    assert "training cost (%; 100 = fixed-size, 0.333333 epochs)" in [each.get_xlabel() for each in axes]
 
 
 def test_compare_marks_different_schedules_in_the_colour_of_their_method(tmp_path):
