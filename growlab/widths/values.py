@@ -152,6 +152,11 @@ class Record:
         """Return True if any part of an axis may grow."""
         return any(run.atom is not None for run in self.atoms.resolve(axis))
 
+    def atoms_of_matrices(self) -> set[int | None]:
+        """Return the atoms on the axes of trained parameters of two or more dimensions."""
+        matrices = (runs for name, runs in self.parameters.items() if len(runs) > 1 and name not in self.untrained)
+        return {run.atom for runs in matrices for axis in runs for run in self.atoms.resolve(axis)}
+
     def freeze_all(self, axes: Iterable[Runs], reason: str) -> None:
         """Freeze several axes."""
         for axis in axes:

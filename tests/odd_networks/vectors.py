@@ -225,3 +225,18 @@ def spectral_norm_inside(m, x):
 @odd(real(5), real(6), a=[5, 9], pairs=nn.Bilinear(9, 6, 12), b=[12, 9], c=[9, 3])
 def bilinear_fusion(m, x, y):
     return m.c(F.relu(m.b(F.relu(m.pairs(F.relu(m.a(x)), y)))))
+
+
+@odd(
+    real(7),
+    a=[7, 12],
+    n=nn.LayerNorm(12),
+    centres=nn.Buffer(torch.linspace(-2, 2, 5)),
+    b=[60, 16],
+    c=[16, 4],
+    groups={"a": 12, "b": 16},
+)
+def radial_basis_functions(m, x):
+    """Each channel becomes its values under five functions, as in Kolmogorov-Arnold networks."""
+    x_BC5 = torch.exp(-((m.n(m.a(x))[..., None] - m.centres) ** 2))
+    return m.c(torch.tanh(m.b(x_BC5.flatten(1))))

@@ -60,6 +60,7 @@ def _turned(x: Value) -> Value | None:
     return x if x.name is not None and len(x.shape) > 1 else None
 
 
+_MERGED = "several growing dimensions merged into one"
 # Operations that fill a tensor, or a new one of the same shape, with random numbers.
 _DRAWS = """
 rand_like randn_like bernoulli bernoulli_ normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_ random_
@@ -233,8 +234,14 @@ def _span(record: Record, node: Any, x: Value, span: range, sizes: Sequence[int]
         for index in growing:
             record.atoms.settle(x.axes[index])
         growing = [index for index in growing if record.grows(x.axes[index])]
+    if len(growing) > 1 and wide:
+        # Channels of layers go before entries of a vector, such as the centres of radial basis functions.
+        matrices = record.atoms_of_matrices()
+        vectors = [i for i in growing if matrices.isdisjoint(run.atom for run in record.atoms.resolve(x.axes[i]))]
+        record.freeze_all([x.axes[index] for index in vectors], _MERGED)
+        growing = [index for index in growing if index not in vectors]
     if len(growing) != 1 or not wide:
-        reason = "several growing dimensions merged into one" if wide else "a single channel"
+        reason = _MERGED if wide else "a single channel"
         record.freeze_all([x.axes[index] for index in growing], reason)
         return [fixed(size) for size in sizes]
     # One growing dimension among fixed ones: those before it become repetitions, those after it stretch it.
