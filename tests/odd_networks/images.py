@@ -132,3 +132,17 @@ class FrozenBatchNorm(nn.Module):
 )
 def frozen_batch_norms(m, x):
     return m.c(F.relu(m.n2(m.b(F.relu(m.n(m.a(x)))))).mean((2, 3)))
+
+
+@odd(
+    real(3, 9, 9),
+    **{"a": Conv(3, 9, 3), "n": Norm2d(9), "b": Conv(9, 18, 3), "back": Conv(18, 9, 3), "n2": Norm2d(9)},
+    **{"c": Conv(9, 5, 3), "groups": {"a": 9, "b": 18}},
+)
+def unpooled(m, x):
+    """The decoder returns values to where the encoder's maxima were (SegNet)."""
+    x = F.relu(m.n(m.a(x)))
+    first, i = F.max_pool2d(x, 2, return_indices=True)
+    second, j = F.max_pool2d(F.relu(m.b(first)), 2, return_indices=True)
+    y = F.relu(m.n2(m.back(F.max_unpool2d(second, j, 2))))
+    return m.c(F.max_unpool2d(y, i, 2, output_size=x.shape))

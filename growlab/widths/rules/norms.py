@@ -213,6 +213,18 @@ def pool_with_indices(record: Record, node: Any, args: Arguments) -> list[Value]
     return [pooled, record.unit(pooled.shape, pooled.axes)]
 
 
+@rule("max_unpool2d", "max_unpool3d")
+def unpool(record: Record, node: Any, args: Arguments) -> Value:
+    """Inverse of max pooling of each channel, given the indices of its maxima."""
+    x, indices, shape = args["self"], args["indices"], shape_of(node)
+    num_windows = int(operation_of(node)[-2])
+    for value in (x, indices):
+        freeze_windows(record, value, num_windows)
+    for axes in zip(x.axes[:-num_windows], indices.axes[:-num_windows], strict=True):
+        record.atoms.unify(*axes, "maxima of other channels")
+    return Value(shape, (*x.axes[:-num_windows], *map(fixed, shape[-num_windows:])), x.scale)
+
+
 @rule("mean", "sum", "amax", "amin")
 def reduce(record: Record, node: Any, args: Arguments) -> Value:
     """Reduction: reduced dimensions keep their width, since a mean over channels would change with their number.
