@@ -25,7 +25,7 @@ from growlab.widths.meta import copied, named_tensors
 # Maximum number of tokens before the patches, such as class tokens and registers.
 _MOST_PREFIXES = 8
 # Attributes of modules that count patches.
-_COUNTS = ("num_patches", "seq_length")
+_COUNTS = ("num_patches", "num_positions", "seq_length")
 
 
 class PatchSize(BlockPart):
@@ -44,7 +44,7 @@ class PatchSize(BlockPart):
 
     **Preserves** the embedding of a patch that is enlarged by B, exactly; outputs change with the number of tokens. The
     event's receipt has the new `patch_size`, and `patch_size_output_change`, the largest change of an output on the
-    probe batch relative to the largest output.
+    probe batch relative to the largest output, unless the network outputs one vector per token.
 
     **Departs from the paper** in antialiasing, which averages over a patch that becomes smaller instead of reading a
     few of its weights.
@@ -122,8 +122,10 @@ class PatchSize(BlockPart):
             for optimizer in grower.optimizers if parameter is not past[name] else ():
                 getattr(optimizer, "state", {}).pop(past[name], None)
         grower.followers.exchange(past)
-        change = relative_error(before, evaluate(grower.network, grower.probe()))
-        return {"patch_size": size, "patch_size_output_change": ranks.agreed([change])[0]}
+        after = evaluate(grower.network, grower.probe())
+        if before.shape != after.shape:
+            return {"patch_size": size}
+        return {"patch_size": size, "patch_size_output_change": ranks.agreed([relative_error(before, after)])[0]}
 
     def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:
         """Return the width graph with the patches of a growth state."""
@@ -148,18 +150,21 @@ class _Stem:
         size: patch size in pixels.
         image: height and width of the images.
         tables: by name of a position embedding, the number of tokens before the patches; None for [1, D, h, w].
+        indices: likewise for buffers [..., tokens] of the indices 0, 1, ... of position embeddings.
     """
 
     name: str
     size: int
     image: tuple[int, int]
     tables: Mapping[str, int | None]
+    indices: Mapping[str, int]
 
     def graph(self, graph: WidthGraph, size: int) -> WidthGraph:
         rows, columns = self._grid(size)
         lengths = {f"{self.name}.weight": {2: size, 3: size}}
         for name, prefix in self.tables.items():
             lengths[name] = {2: rows, 3: columns} if prefix is None else {-2: prefix + rows * columns}
+        lengths |= {name: {-1: prefix + rows * columns} for name, prefix in self.indices.items()}
         axes = dict(graph.axes)
         for name in lengths.keys() & axes.keys():
             changed = list(axes[name])
@@ -178,6 +183,8 @@ class _Stem:
         changed = {f"{self.name}.weight": resample_patches(conv.weight.detach(), size)}
         for name, prefix in self.tables.items():
             changed[name] = resize_positions(tensors[name].detach(), prefix, old, new)
+        for name, prefix in self.indices.items():
+            changed[name] = torch.arange(prefix + prod(new)).expand(*tensors[name].shape[:-1], -1)
         replace_tensors(network, graph, changed)
         conv.kernel_size = conv.stride = (size, size)
         configs = (getattr(module, "config", None) for module in network.modules())
@@ -235,12 +242,17 @@ def _find(network: nn.Module, example: tuple[Any, ...]) -> _Stem:
             "network has none."
         )
     size = conv.kernel_size[0]
-    grid, tables = (image[0] // size, image[1] // size), dict[str, int | None]()
+    grid = (image[0] // size, image[1] // size)
+    tables, indices = dict[str, int | None](), dict[str, int]()
     for name, tensor in named_tensors(network).items():
-        if "pos" not in name or not tensor.is_floating_point():
+        if "pos" not in name:
             continue
-        if tensor.dim() == 4 and tuple(tensor.shape[-2:]) == grid:
+        if not tensor.is_floating_point():
+            last = tensor.shape[-1] if tensor.dim() else 0
+            if 0 <= last - prod(grid) <= _MOST_PREFIXES and bool((tensor == torch.arange(last).to(tensor)).all()):
+                indices[name] = last - prod(grid)
+        elif tensor.dim() == 4 and tuple(tensor.shape[-2:]) == grid:
             tables[name] = None
         elif tensor.dim() in (2, 3) and 0 <= tensor.shape[-2] - prod(grid) <= _MOST_PREFIXES:
             tables[name] = tensor.shape[-2] - prod(grid)
-    return _Stem(names[conv], size, (image[0], image[1]), tables)
+    return _Stem(names[conv], size, (image[0], image[1]), tables, indices)

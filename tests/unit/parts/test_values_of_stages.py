@@ -61,6 +61,15 @@ def of_transformers(patch: int = 4) -> nn.Module:
     return logits_of(transformers.ViTForImageClassification(config))
 
 
+def clip(patch: int = 4) -> nn.Module:
+    """Its position embeddings are read by a buffer of indices."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 16, "patch_size": patch}
+    config = transformers.CLIPConfig(vision_config=vision, text_config=sizes, num_labels=3)
+    return logits_of(transformers.CLIPForImageClassification(config))
+
+
 def of_torchvision(patch: int = 4) -> nn.Module:
     torch.manual_seed(0)
     return torchvision.models.VisionTransformer(16, patch, 1, 2, 16, 24, num_classes=3)
@@ -93,7 +102,7 @@ def mixtral() -> nn.Module:
     return logits_of(decoder("Mixtral", 16, 1, num_local_experts=4, num_experts_per_tok=4))
 
 
-VITS = {"timm": of_timm, "transformers": of_transformers, "torchvision": of_torchvision}
+VITS = {"timm": of_timm, "transformers": of_transformers, "clip": clip, "torchvision": of_torchvision}
 # Network, names of the setting and its values.
 SETTINGS: dict[str, tuple[Callable[[], nn.Module], Any, list[int]]] = {
     "repeats": (Looped, "repeats", [1, 2, 4]),
@@ -172,9 +181,9 @@ def test_each_stage_is_the_ordinary_network_of_its_patches(name: str) -> None:
         tensors = growing.network.state_dict()
         made = VITS[name](patch).state_dict()
         assert tensors.keys() == made.keys()
-        for key in tensors if epoch else [key for key in tensors if "proj" in key and tensors[key].dim() == 4]:
+        for key in tensors if epoch else [key for key in tensors if tensors[key].dim() == 4]:
             assert tensors[key].shape[2:] == made[key].shape[2:]
-    resampled = [p for key, p in growing.network.named_parameters() if "proj" in key and p.dim() == 4]
+    resampled = [p for p in growing.network.parameters() if p.dim() == 4]
     # The optimizer's state begins with the new weight.
     assert [optimizer.state[p]["step"] for p in resampled] == [1]
     (event,) = growing.events
@@ -213,6 +222,17 @@ def test_each_stage_is_the_ordinary_network_with_its_value(case: str) -> None:
     assert type(growing.finish()) is type(plain) and read(growing.network, case) == values[-1]
 
 
+def test_an_encoder_may_output_one_vector_per_token() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=4)
+    network = transformers.SiglipVisionModel(config)
+    growing = Grower(network, IMAGES, method=PairGrowth(), trigger=STAGES[True], parts=[PatchSize(PATCHES)])
+    assert growing.network(IMAGES).last_hidden_state.shape[1] == 4
+    (event,) = growing.step(epoch=1)
+    assert event.notes == {"patch_size": 4}
+    assert growing.network(IMAGES).last_hidden_state.shape[1] == 16
+
+
 def test_a_stage_costs_what_its_patches_cost() -> None:
     network, part = of_timm(), PatchSize(PATCHES)
     graph = part.prepare(network, trace(network, IMAGES), 0, (IMAGES,))
@@ -243,7 +263,7 @@ def test_experts_cost_what_they_compute() -> None:
     assert [more - less for less, more in pairwise(flops)] == [one, 2 * one]
 
 
-@pytest.mark.parametrize(("case", "epoch"), [("timm", 1), ("transformers", 2), ("repeats", 1), ("window", 2)])
+@pytest.mark.parametrize(("case", "epoch"), [("timm", 1), ("clip", 1), ("transformers", 2), ("repeats", 1), ("window", 2)])
 def test_a_resumed_run_equals_the_uninterrupted_one(case: str, epoch: int) -> None:
     def loss(network: nn.Module) -> Tensor:
         logits = network(inputs_of(case))
