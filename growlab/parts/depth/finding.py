@@ -70,7 +70,8 @@ class SkippedBlock(nn.Module):
 class PassThrough:
     """Composes a block's output from its (positional, named) inputs and constants, as observed in one call.
 
-    `problem` is the reason why the output cannot be composed without the block, or "".
+    Attributes:
+        drops: the block outputs further new tensors, such as attention weights; they are None in the composed output.
 
     Raises:
         ValueError: there is no tensor among the inputs or the outputs.
@@ -85,7 +86,7 @@ class PassThrough:
             raise ValueError("it maps no tensor to a tensor")
         self.place, self.main = tensors[0]
         self.main_output: Tensor = outputs[self._index]
-        self.problem = ""
+        self.drops = False
         # Paths of inputs (True), and constants (False).
         self._entries = list[tuple[bool, Any]]()
         for index, value in enumerate(outputs):
@@ -93,9 +94,9 @@ class PassThrough:
                 self._entries.append((True, self.place))
                 continue
             same = [path for path, x in tensors if x is value]
-            if isinstance(value, Tensor) and not same:
-                self.problem = "it outputs more than one new tensor"
-            self._entries.append((True, same[0]) if same else (False, value))
+            dropped = isinstance(value, Tensor) and not same
+            self.drops |= dropped
+            self._entries.append((True, same[0]) if same else (False, None if dropped else value))
 
     @property
     def plain(self) -> bool:
@@ -107,6 +108,12 @@ class PassThrough:
         """Return the main tensor among the block's (positional, named) inputs."""
         main: Tensor = pytree.key_get(inputs, self.place)
         return main
+
+    def main_only(self, output: Any) -> Any:
+        """Replace tensors that the block's composed output does not have by None in an output of the block."""
+        values, spec = pytree.tree_flatten(output)
+        kept = [value if taken else entry for (taken, entry), value in zip(self._entries, values, strict=True)]
+        return pytree.tree_unflatten(kept, spec)
 
     def released(self) -> "PassThrough":
         """Release the tensors of the call, and return self."""
@@ -203,7 +210,7 @@ class Forward:
                 hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
             output = traced_output(self.network, example)
-        self.shape = output.shape
+        self.result = output.detach()
         self.output = edge_of(output)
         self.consumers = None if self.output is None else Consumers(self.output)
         self.reached = learnt_parameters(self.network, self.output)
@@ -321,9 +328,8 @@ def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str
         # The first module keeps a shared tensor while others are left out.
         if inside[0] and not all(inside):
             return f"other modules share its {names[0]}"
-    for call in calls:
-        if call.pass_through.problem:
-            return call.pass_through.problem
+    if len(calls) > 1 and any(call.pass_through.drops for call in calls):
+        return "it outputs more than one new tensor"
     joined = all(earlier.result == later.source for earlier, later in pairwise(calls))
     pass_throughs = {}
     if not joined or len(calls) == 1:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from growlab.parts.depth.finding import (
     FAILURES,
     Block,
     Forward,
+    PassThrough,
     Run,
     analysed,
     called,
@@ -121,6 +123,12 @@ class Search:
                     wrong[name] = str(error).removeprefix("start='identity'").rstrip(".").lstrip()
                     continue
                 wrong |= self._changes(rehearsal, [block])
+        dropping = [
+            b for b in blocks.values() if b.name not in wrong and any(p.drops for p in b.pass_throughs.values())
+        ]
+        if dropping and self._uses_all(dropping):
+            reason = "the network uses more than one of the tensors that it outputs"
+            wrong |= {block.name: reason for block in dropping if self._uses_all([block])}
         left = [block for name, block in blocks.items() if name not in wrong]
         if self._runs_without(left) is not None:
             for block in left:
@@ -160,12 +168,29 @@ class Search:
                 for training in (False, True):
                     network.train(training)
                     call_with(network, self._example)
-        allowed = max(ROUNDING.get(p.dtype, 0.0) for p in network.parameters())
         return {
             name: f"it changes its input by {error:.1e} although its branches are zero: something after the sum does"
             for name, error in errors.items()
-            if not error <= allowed
+            if not error <= self._rounding
         }
+
+    @property
+    def _rounding(self) -> float:
+        return max(ROUNDING.get(p.dtype, 0.0) for p in self._network.parameters())
+
+    def _uses_all(self, blocks: Sequence[Block]) -> bool:
+        """Return True if the network needs more of some blocks' outputs than those of their placeholders."""
+        rehearsal = copied(self._network)
+        for path, pass_through in ((path, p) for block in blocks for path, p in block.pass_throughs.items()):
+            hook = partial(_main_only, pass_through)
+            rehearsal.get_submodule(path).register_forward_hook(hook)
+        try:
+            output = traced_output(rehearsal, self._example)
+        except FAILURES:
+            return True
+        return output.shape != self._forward.result.shape or not (
+            relative_error(self._forward.result, output.detach()) <= self._rounding
+        )
 
     def _runs_without(self, blocks: Sequence[Block]) -> str | None:
         """Return the reason why the network does not work without some blocks, or None."""
@@ -178,7 +203,7 @@ class Search:
             output = traced_output(rehearsal, self._example)
         except FAILURES as error:
             return f"the network does not run without it ({first_line(error)})"
-        if output.shape != self._forward.shape:
+        if output.shape != self._forward.result.shape:
             return f"the network's output has shape {list(output.shape)} without it"
         learnt = learnt_parameters(rehearsal, edge_of(output))
         lost = [
@@ -187,6 +212,10 @@ class Search:
             if name in self._forward.reached - learnt and not any(block.contains(name) for block in blocks)
         ]
         return f"nothing would be learnt in {lost[0]} without it" if lost else None
+
+
+def _main_only(pass_through: PassThrough, module: nn.Module, inputs: Any, output: Any) -> Any:
+    return pass_through.main_only(output)
 
 
 def same_shaped_before(network: nn.Module, block: Block) -> tuple[str, ...]:

@@ -99,6 +99,25 @@ class Siblings(nn.Module):
         return self.last(self.third(self.other(self.one(self.first(x)))))
 
 
+class WithWeights(nn.Module):
+    """Blocks that return a second tensor, which the network may use."""
+
+    def __init__(self, uses: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.uses = nn.Linear(8, 16), nn.Linear(16, 4), uses
+        self.blocks = nn.ModuleList([Bare() for _ in range(3)])
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, inputs, output: (output, inputs[0].softmax(-1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x, weights = block(x)
+            if self.uses and weights is not None:
+                x = x * (1 + weights)
+        return self.last(x)
+
+
 class SharedWeight(Siblings):
     """A weight that all blocks share, registered in the first."""
 
@@ -217,6 +236,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Tensor, int, str]] = {
     "added by the network": (Added, SAMPLES, 2, "whatever.1 whatever.2"),
     "pairs in a list": (Pairs, SAMPLES, 2, "layers.1 layers.2"),
     "attributes": (Siblings, SAMPLES, 2, "other third"),
+    "a second output that is not used": (WithWeights, SAMPLES, 2, "blocks.1 blocks.2"),
     "torchvision resnet18": (torchvision("resnet18"), IMAGES, 4, "layer1.1 layer2.1"),
     "torchvision convnext": (torchvision("convnext_tiny"), IMAGES, 14, "features.1.1 features.3.1"),
     "torchvision vit": (vit, IMAGES, 2, "encoder.layers.encoder_layer_1"),
@@ -236,6 +256,10 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Tensor, int, str]] = {
     "transformers Gemma 2": (
         of_transformers("Gemma2Model", "Gemma2Config", **LLAMA, head_dim=8),
         *(TOKENS, 2, "layers.1 layers.2"),
+    ),
+    "transformers Bloom": (
+        of_transformers("BloomForCausalLM", "BloomConfig", vocab_size=50, n_layer=3, n_head=4),
+        *(TOKENS, 2, "transformer.h.1"),
     ),
     "transformers T5": (T5, TOKENS, 4, "t5.encoder.block.1 t5.decoder.block.1"),
     "transformers ViT": (
@@ -313,6 +337,7 @@ STAYS: dict[str, tuple[Callable[[], nn.Module], Tensor, str, str]] = {
         *(lambda: SharedWeight("scale"), SAMPLES, "zero"),
         r"would begin with other values of one\.scale, which other modules share",
     ),
+    "a second output that is used": (lambda: WithWeights(True), SAMPLES, "zero", "uses more than one of the tensors"),
     "side by side": (parallel, SAMPLES, "zero", r"its input is not the output of branches\.0"),
     "a residual for identity": (Siblings, SAMPLES, "identity", "it has a residual branch"),
     "layers for zero": (layers, SAMPLES, "zero", "finds no modules of one kind"),

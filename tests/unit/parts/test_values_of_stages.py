@@ -263,7 +263,9 @@ def test_experts_cost_what_they_compute() -> None:
     assert [more - less for less, more in pairwise(flops)] == [one, 2 * one]
 
 
-@pytest.mark.parametrize(("case", "epoch"), [("timm", 1), ("clip", 1), ("transformers", 2), ("repeats", 1), ("window", 2)])
+@pytest.mark.parametrize(
+    ("case", "epoch"), [("timm", 1), ("clip", 1), ("transformers", 2), ("repeats", 1), ("window", 2)]
+)
 def test_a_resumed_run_equals_the_uninterrupted_one(case: str, epoch: int) -> None:
     def loss(network: nn.Module) -> Tensor:
         logits = network(inputs_of(case))
