@@ -188,7 +188,7 @@ class Task(LightningModule):
 
     def check_weights(self) -> None:
         """Stop the run, before saving, if a weight or running statistic is not finite."""
-        tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point()}
+        tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point() or t.is_complex()}
         # The state dict also contains factors of hooks, which are on the CPU.
         finite = torch.stack([tensor.isfinite().all().to(self.device) for tensor in tensors.values()])
         finite = stacked(finite).all(0)

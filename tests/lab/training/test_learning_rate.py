@@ -174,6 +174,15 @@ def test_milestones_of_a_run_in_steps_are_steps(unit: str) -> None:
     assert [factor(step) for step in (49, 50)] == [1.0, 0.1]
 
 
+def test_auto_counts_steps_in_a_run_of_steps_whose_cost_is_unknown() -> None:
+    """An epoch of such a run is the interval between evaluations, of which the last may be shorter."""
+    made = LearningRate(progress_unit="auto")
+    known, unknown = made.by_steps(True), made.by_steps(False)
+    assert (known.progress_unit, unknown.progress_unit) == ("auto", "steps")
+    factor = unknown.factor_at_step(make_schedule(3, 8, num_stages=1), [40, 40, 20])
+    assert factor(50) == pytest.approx(0.5)
+
+
 def test_a_clock_without_flops_is_refused() -> None:
     with pytest.raises(UserError, match="progress_unit=cost needs to know the FLOPs"):
         LearningRate(progress_unit="cost").factor_at_step(SCHEDULE, STEPS)
