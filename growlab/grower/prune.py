@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.devices import on_cpu
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, as_user_errors
 from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
 from growlab.growth.rescale import attention_factors
 from growlab.growth.weighted_norms import weigh
-from growlab.optim import follow
+from growlab.optim import Inheritance, follow
+from growlab.optim.carry import default_inheritance
 from growlab.widths import Carry, Example, WidthGraph, grid, replace_tensors, restore_tensors, tensors_of
 from growlab.widths.meta import copied
 
@@ -48,7 +49,8 @@ def prune(
         score: how channels are ranked where `keep` is a number: "l1", the sum of absolute weights that produce or
             consume the channel (Li et al. 2017); "taylor", the sum of |weight * gradient| over them, with the gradients
             in `.grad` (Molchanov et al. 2019); "random"; or custom scores, [channels] by group.
-        optimizer: pruned too: the same object and groups, with the state of the kept channels.
+        optimizer: pruned too: the same object and groups, with the state of the kept channels; state that has no
+            channels, such as Adafactor's, is reset with a warning.
         example: an input of the network; if given, pruned and masked outputs are compared, and the network is not
             changed if they differ.
         seed: seed of random scores.
@@ -58,7 +60,8 @@ def prune(
 
     Raises:
         UserError: a group or channel does not exist, no channel of a group would be left, gradients are missing for
-            "taylor", or the outputs on `example` differ from those of the masked network.
+            "taylor", the outputs on `example` differ from those of the masked network, or the optimizer cannot follow.
+            The network is then unchanged.
     """
     wanted = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(graph.groups, keep)
     tensors = as_applied(graph, tensors_of(network, graph))
@@ -94,7 +97,14 @@ def prune(
             )
     if optimizer is not None:
         scales = {name: 1.0 / factor for name, factor in factors.items()}
-        follow(optimizer, replaced, graph, before, after, "inherit", Carry(sources=kept, scales=scales))
+        # Momentum is kept too, which growth resets.
+        state: Inheritance = "inherit" if default_inheritance(optimizer) == "reset" else "auto"
+        try:
+            with as_user_errors():
+                follow(optimizer, replaced, graph, before, after, state, Carry(sources=kept, scales=scales))
+        except UserError:
+            restore_tensors(network, graph, replaced)
+            raise
     return {group: kept.get(group, identity[group]) for group in wanted}
 
 

@@ -95,6 +95,34 @@ def test_optimizer_state_of_kept_channels_is_kept(make: Any) -> None:
     assert not torch.equal(weights, network.third.weight)
 
 
+def test_an_optimizer_that_cannot_follow_loses_its_state_or_leaves_the_network_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Joined(torch.optim.AdamW):
+        """Keeps the elements of all parameters in one vector."""
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.average = torch.cat([p.detach().flatten() for p in self.param_groups[0]["params"]])
+
+    for make in (torch.optim.Adafactor, Joined):
+        network, x = plain()
+        graph, parameters = trace(network, x), list(network.parameters())
+        optimizer = make(network.parameters())
+        network(x).square().mean().backward()
+        optimizer.step()
+        expected = evaluate(network, (x,))
+        if make is Joined:
+            with pytest.raises(UserError, match="in one tensor in 'average'"):
+                prune(network, graph, 0.5, optimizer=optimizer)
+            assert torch.equal(evaluate(network, (x,)), expected)
+            assert all(one is other for one, other in zip(network.parameters(), parameters, strict=True))
+        else:
+            prune(network, graph, 0.5, optimizer=optimizer)
+            assert "the optimizer's state is reset" in caplog.text and not optimizer.state
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in network.parameters()}
+
+
 def test_scores_rank_channels() -> None:
     network, x = plain()
     graph = trace(network, x)
