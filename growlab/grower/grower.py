@@ -45,7 +45,7 @@ from growlab.grower.trained import (
     unwrapped,
     warn_of_equal_copies,
 )
-from growlab.grower.transaction import Seconds, call_then, decision, merged, transaction
+from growlab.grower.transaction import Seconds, call_then, decision, merged, transaction, unchanged_by_errors
 from growlab.grower.triggers import Clock, Declined, Never, Training, Trigger, Widths, as_trigger
 from growlab.growth import (
     GrowthEvent,
@@ -261,7 +261,8 @@ class Grower(LoadingNetwork):
         )
         grower.trained = True
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        adopt(grower, small, names, optimizers, state)
+        with unchanged_by_errors(optimizers):
+            adopt(grower, small, names, optimizers, state)
         return grower
 
     # In a loop ---------------------------------------------------------------------------------------------

@@ -78,6 +78,17 @@ def decision(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def unchanged_by_errors(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Restore optimizers' parameters, state and hooks if anything is raised; tensors must not be written to."""
+    snapshot = _Snapshot(optimizers, {type(each).__module__.partition(".")[0] for each in optimizers})
+    try:
+        yield
+    except BaseException:
+        snapshot.restore()
+        raise
+
+
 def _libraries(grower: GrowingNetwork, parts: Sequence[Part]) -> set[str]:
     """Top-level packages of classes whose objects growth may change."""
     things = (grower.trigger, grower.method, *parts)

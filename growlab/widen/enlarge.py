@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.grower.trained import is_adapted
+from growlab.grower.transaction import unchanged_by_errors
 from growlab.inspect.small_models import inputs_of
 from growlab.widen.sizes import deepened, widened
 from growlab.widths import Example
@@ -43,7 +44,8 @@ def enlarge(
         The large network, an ordinary one, and `optimizer`.
 
     Raises:
-        UserError: sizes would not be whole, or the large network would compute something else.
+        UserError: sizes would not be whole, or the large network would compute something else. The optimizer is then
+            unchanged.
     """
     config = getattr(small, "config", None)
     trains = {_kind(name) for name, parameter in small.named_parameters() if parameter.requires_grad}
@@ -68,13 +70,13 @@ def enlarge(
         if not hasattr(config, "to_dict"):
             raise UserError(f"{type(small).__name__} is no transformers model: give an example of its input.")
         example = inputs_of(small)
-    grower = Grower.from_trained(
-        small, wide, example, optimizer=() if optimizer is None else optimizer, verbose=False, **settings
-    )
-    grower.step()
-    for name, parameter in wide.named_parameters() if built else ():
-        parameter.requires_grad_(_kind(name) in trains)
-    return grower.finish(), optimizer
+    optimizers = [] if optimizer is None else [optimizer]
+    with unchanged_by_errors(optimizers):
+        grower = Grower.from_trained(small, wide, example, optimizer=optimizers, verbose=False, **settings)
+        grower.step()
+        for name, parameter in wide.named_parameters() if built else ():
+            parameter.requires_grad_(_kind(name) in trains)
+        return grower.finish(), optimizer
 
 
 def _adapted(wide: nn.Module, small: Any, depth: float) -> nn.Module:

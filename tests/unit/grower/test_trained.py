@@ -344,6 +344,20 @@ def test_enlarge_fills_the_given_large_network() -> None:
         growlab.enlarge(network, 2)
 
 
+def test_enlarge_leaves_the_optimizer_unchanged_if_it_fails() -> None:
+    small = llama(16, 1)
+    optimizer = torch.optim.AdamW(small.parameters())
+    small(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    before = {p: dict(state) for p, state in optimizer.state.items()}
+    with pytest.raises(UserError, match="grow it by a whole factor"):
+        growlab.enlarge(small, 1.5, optimizer=optimizer)
+    assert set(optimizer.state) == set(small.parameters()) == set(optimizer.param_groups[0]["params"])
+    assert all(optimizer.state[p][key] is value for p, state in before.items() for key, value in state.items())
+    wide, _ = growlab.enlarge(small, 2, optimizer=optimizer)
+    assert set(optimizer.state) == set(wide.parameters())
+
+
 def test_parameters_of_absent_blocks_leave_an_optimizer_made_before() -> None:
     """A state of all of them is loaded when the blocks have come in, and an error if they never do."""
     for steps in (1, 0):
