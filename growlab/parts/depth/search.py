@@ -127,8 +127,8 @@ class Search:
             b for b in blocks.values() if b.name not in wrong and any(p.drops for p in b.pass_throughs.values())
         ]
         if dropping and self._uses_all(dropping):
-            reason = "the network uses more than one of the tensors that it outputs"
-            wrong |= {block.name: reason for block in dropping if self._uses_all([block])}
+            used = "the network uses more than one of the tensors that it outputs"
+            wrong |= {block.name: used for block in dropping if self._uses_all([block])}
         left = [block for name, block in blocks.items() if name not in wrong]
         if self._runs_without(left) is not None:
             for block in left:
