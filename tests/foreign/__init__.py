@@ -1,1 +1,1 @@
-"""Networks of public libraries, and how they grow; `python -m tests.foreign` writes the table anew."""
+"""Growth of networks from public libraries; `python -m tests.foreign` writes the table."""

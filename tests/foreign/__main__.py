@@ -1,4 +1,4 @@
-"""Grow the networks named, or all, and write the table."""
+"""Grow the given networks, or all of them, and write the table."""
 
 import sys
 

@@ -32,16 +32,17 @@ ENOUGH = 0.9
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one network.
+    """Result for one network.
 
     Attributes:
-        network: name of its function in `networks`.
-        share: parameters in tensors that grow, over all; 0 where it was not traced.
-        eval: largest relative output error of an event in eval mode; NaN where there was none.
-        train: and in train mode.
-        loaded: relative difference of a fresh network's outputs that has loaded the finished state_dict.
-        seconds: of it all.
-        why: what failed, or the reason why most of what stays keeps its width.
+        network: key in `networks.NETWORKS`.
+        share: fraction of all parameters that are in tensors that grow; 0 if tracing failed.
+        eval: largest relative output error of an event in eval mode; NaN without events.
+        train: the same in train mode.
+        loaded: relative difference in outputs of a new network that has loaded the finished state_dict; NaN if an
+            earlier step failed.
+        seconds: total time.
+        why: the error, or the most frequent reason for which a width is fixed.
     """
 
     network: str
@@ -54,20 +55,17 @@ class Row:
 
     @property
     def traced(self) -> bool:
-        """Something of it grows."""
+        """True if any width grows."""
         return self.share > 0
 
     @property
     def exact(self) -> bool:
-        """It grew to the end, and computes what the library's own network does with its state_dict."""
-        return max(self.eval, self.train, self.loaded) <= EXACT
+        """True if all errors are known and small: NaN is not exact."""
+        return all(error <= EXACT for error in (self.eval, self.train, self.loaded))
 
 
 def grown(name: str) -> Row:
-    """Trace, train, grow twice, finish and reload one network in float64.
-
-    The optimizer is SGD or AdamW by turns.
-    """
+    """Trace, train, grow twice, finish and reload one network in float64; the optimizer alternates, SGD or AdamW."""
     began = time.perf_counter()
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -89,7 +87,7 @@ def _grown(name: str) -> Row:
         grower = Grower(network, inputs, method=VarianceTransfer(), trigger=STAGES, anneal_steps=STEPS - 1)
     except UnsupportedOperation as error:
         return Row(name, why=str(error))
-    except Exception as error:  # whatever goes wrong is this network's row
+    except Exception as error:  # recorded in the row
         return Row(name, why=f"{type(error).__name__}: {error}")
     number = list(NETWORKS).index(name)
     parameters = [p for p in network.parameters() if p.requires_grad]
@@ -134,7 +132,7 @@ def _most_frequent_reason(fixed: Mapping[str, str]) -> str:
 
 
 def write(rows: list[Row]) -> None:
-    """Write the table."""
+    """Write the rows to `TABLE`."""
     with TABLE.open("w", newline="") as file:
         table = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         table.writeheader()
@@ -146,7 +144,7 @@ def write(rows: list[Row]) -> None:
 
 
 def read() -> dict[str, Row]:
-    """The table as it was committed, by network."""
+    """Read the committed `TABLE`, as rows by network."""
     with TABLE.open(newline="") as file:
         rows = [
             Row(**{k: v if k in ("network", "why") else float(v) for k, v in cells.items()})

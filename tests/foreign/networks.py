@@ -1,8 +1,4 @@
-"""Small networks of public libraries: a table of functions that make one and its inputs.
-
-Depths, images and vocabularies are small; widths are as small as leaves something to grow. A name begins with the
-library's.
-"""
+"""Small networks of public libraries: functions that build a network and its inputs, by "LIBRARY_NAME"."""
 
 from collections.abc import Callable
 from pkgutil import resolve_name
