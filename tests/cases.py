@@ -1,4 +1,4 @@
-"""The tables that shared suites run over: small networks and growth methods. A new one is one row."""
+"""Tables of small networks and growth methods that the shared tests run over: add a row for a new one."""
 
 import copy
 import warnings
@@ -32,12 +32,12 @@ from growlab.lab.networks import MLP, CifarResNet, WideResNet, convnet
 from growlab.widths import WidthGraph, trace
 from growlab.widths.places import kept_at
 
-#: What older releases of torch refuse by themselves is skipped there.
+#: Skips tests of inputs that older releases of torch reject themselves.
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 class Around(nn.Module):
-    """A function of itself and its inputs, and what the function uses by name: `[in, out]` is a linear layer."""
+    """Module with `function(self, *inputs)` as forward; `parts` are its attributes, `[in, out]` a linear layer."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention whose number of heads grows, with a bias per head picked from a table."""
+    """Attention whose number of heads grows, with a bias per head from a table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Heads(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and an MLP around a stream under layer normalisation; a width is written into the attention."""
+    """Residual attention and MLP with layer normalisation; the attention hard-codes its width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class TransformerLayer(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Attention by two heads whose dimension grows; the first of its channels turn with the position."""
+    """Causal attention with two heads whose dimension grows; rotary embeddings on the first two channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class CausalAttention(nn.Module):
 
 
 def turned(x: Tensor) -> Tensor:
-    """The first two channels rotated by the position."""
+    """Rotate the first two channels by the position."""
     angle = torch.arange(x.shape[2], dtype=x.dtype)[:, None]
     turning, rest = x.split([2, x.shape[-1] - 2], -1)
     other = torch.cat([-turning[..., 1:], turning[..., :1]], -1)
@@ -276,7 +276,7 @@ def turned(x: Tensor) -> Tensor:
 
 
 class Pooled(nn.Module):
-    """Positions weighed by products with vectors that are parameters: from the right, from the left, by einsum."""
+    """Attention pooling by products with vector parameters: from the right, from the left, by einsum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class Pooled(nn.Module):
 
 
 class ChannelNorms(nn.Module):
-    """Streams under group, layer (channels last, twice by one module) and RMS normalisation, one concatenated."""
+    """Group, layer (channels last, one module called twice) and RMS normalisation, the last of a concatenation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class ChannelNorms(nn.Module):
 
 
 class SampleNorms(nn.Module):
-    """Norms by statistics of each sample: with weights, with running averages, with neither, by a group a channel."""
+    """Instance norms with weights, with running averages, with neither; a group norm with a group per channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ class SampleNorms(nn.Module):
 
 
 class Lstm(nn.Module):
-    """Two layers in both directions behind a convolution, dropout between them, under layer normalisation."""
+    """Convolution, then a bidirectional LSTM of two layers with dropout, then layer normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class Lstm(nn.Module):
 
 
 class Gru(nn.Module):
-    """A layer without biases whose first hidden state is computed, read at the last step by one with ReLU."""
+    """GRU without biases and with a computed initial state; a ReLU RNN reads its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Gru(nn.Module):
 
 
 class Cells(nn.Module):
-    """A cell of each kind, one above the other, step by step; the first states of one are a parameter."""
+    """LSTM, GRU and RNN cells, stacked; the initial state of the GRU is a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ class WeightNorms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            # Deprecated, and in use.
+            # Deprecated, but still in use.
             warnings.simplefilter("ignore", FutureWarning)
             self.stem = nn.utils.weight_norm(nn.Conv1d(3, 8, 3, padding=1))
         self.grouped = weight_norm(nn.Conv1d(8, 8, 3, padding=1, groups=2), dim=2)
@@ -401,9 +401,9 @@ class NetworkCase:
     """A small network.
 
     Attributes:
-        build: makes it at full width.
-        input_shape: of one sample.
-        groups: full width of every width group, as it must be found.
+        build: returns the network at full width.
+        input_shape: shape of one sample.
+        groups: expected full width of every width group.
     """
 
     build: Callable[[], nn.Module]
@@ -411,13 +411,13 @@ class NetworkCase:
     groups: Mapping[str, int]
 
     def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """The network with fixed weights."""
+        """Build the network with fixed weights."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.build().to(dtype)
 
     def inputs(self, dtype: torch.dtype = torch.float64, num_samples: int = 8, seed: int = 1) -> Tensor:
-        """A fixed batch."""
+        """Draw a fixed batch."""
         source = torch.Generator().manual_seed(seed)
         return torch.randn(num_samples, *self.input_shape, generator=source, dtype=torch.float64).to(dtype)
 
@@ -480,7 +480,7 @@ NETWORKS = {
 
 @cache
 def graph_of(name: str) -> WidthGraph:
-    """Width graph of a network of the table."""
+    """Trace a network of the table, once."""
     case = NETWORKS[name]
     return trace(case.make(), case.inputs(num_samples=2))
 
@@ -490,9 +490,9 @@ class MethodCase:
     """A growth method.
 
     Attributes:
-        make: from the standard deviation of its noise.
-        preserves: whether it promises to preserve the function.
-        parts_twins: whether new channels that are alike part without noise.
+        make: returns the method, given the standard deviation of its noise.
+        preserves: True if it promises to preserve the function.
+        parts_twins: True if identical new channels diverge without noise.
     """
 
     make: Callable[[float], GrowthMethod]
@@ -522,16 +522,16 @@ PRESERVING = [name for name, case in METHODS.items() if case.preserves]
 
 
 def widths_at(graph: WidthGraph, part: float) -> dict[str, int]:
-    """About this part of every group's width, odd widths and 1 included.
+    """Fraction of every group's width, rounded down, at least 1; at least 3 under layer normalisation.
 
-    A layer normalisation of one channel, or of two that are nearly equal, puts out little of what goes in.
+    The output of a layer normalisation over one channel, or two nearly equal ones, hardly depends on its input.
     """
     normed = {group for norm in graph.channel_norms for group in norm.axis.groups}
     return {name: max(3 if name in normed else 1, int(group.full_width * part)) for name, group in graph.groups.items()}
 
 
 def roughen(network: nn.Module, seed: int = 2) -> None:
-    """Stand in for training: every parameter moves, biases and statistics leave their defaults."""
+    """Change every parameter and running statistic at random, in place of training."""
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -545,7 +545,7 @@ def roughen(network: nn.Module, seed: int = 2) -> None:
 
 
 def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
-    """What the network computes in one of its modes, dropout aside; the network itself stays as it is."""
+    """Outputs in train or eval mode, without dropout; modes and buffers of the network are restored."""
     modes = {module: module.training for module in network.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     with torch.no_grad():
@@ -562,10 +562,10 @@ def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
 
 
 class Growing:
-    """A network from a part of its widths on, roughened there as by training.
+    """A network that starts at a fraction of its widths, with `roughen` in place of training.
 
     Args:
-        part: of the widths at which it begins, or the widths themselves.
+        part: fraction of the widths to start at, or the widths themselves.
     """
 
     def __init__(
@@ -586,7 +586,7 @@ class Growing:
             roughen(network)
 
     def grow(self, part: float | Mapping[str, int] = 1.0, seed: int = 0, **how: Any) -> GrowthEvent:
-        """Grow to a part of all widths, or to the widths of some groups."""
+        """Grow to a fraction of all widths, or to the given widths of some groups."""
         widths = widths_at(self.graph, part) if isinstance(part, float) else {**self.state.widths, **part}
         return grow(self.network, self.graph, self.method, self.state, widths, seed, self.x, **how)
 
@@ -597,7 +597,7 @@ class Growing:
 def planted(
     name: str, method: GrowthMethod, part: float = 0.5, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Growing:
-    """A network of the table from a part of its widths on."""
+    """`Growing` for a network of the table."""
     case = NETWORKS[name]
     return Growing(case.make(dtype), case.inputs(dtype), method, part, seed, graph_of(name))
 
@@ -609,7 +609,10 @@ def check_growth(
     *methods: GrowthMethod,
     limit: float = 1e-10,
 ) -> None:
-    """Grow copies of a network in two steps, exactly, into one that its class builds; `limit`: its own rounding."""
+    """Check that copies of a network grow exactly, in two events, into the one that its class builds.
+
+    `limit`: tolerance for the network's own rounding.
+    """
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     for method in methods:
         whole, grown = copy.deepcopy(network).eval(), copy.deepcopy(network).eval()
@@ -625,7 +628,7 @@ def check_growth(
         assert not graph.groups or before.abs().max() > 1e-3
         finish(grown, graph, method, state)
         finished = grown(*inputs)
-        # Once more changes nothing.
+        # A second call changes nothing.
         finish(grown, graph, method, state)
         whole.load_state_dict(grown.state_dict(), strict=True)
         assert repr(whole) == repr(grown)

@@ -1,8 +1,8 @@
-"""`make chaos`: a small grown training is killed again and again and must end as the undisturbed one, bit for bit.
+"""`make chaos`: kill a small grown training repeatedly and check that it ends as the undisturbed one, bit for bit.
 
-SIGKILL strikes at a random step, before or inside a growth event, while a file is written, or at a random time, and
-the next process resumes. A run that ends is compared with an undisturbed one: weights, optimizer, metrics, growth
-events, results. Then another begins, until there were enough kills.
+SIGKILL is sent at a random step, before or inside a growth event, while a file is written, or at a random time, and
+the next process resumes. A finished run is compared with an undisturbed one: weights, optimizer, metrics, growth
+events, results. Then the next run starts, until the number of kills is reached.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from tests.faults import WRITE_MOMENTS
 from tests.whole_runs import MLP, NUM_STEPS, STEPWISE, Left, whole_run
 
 SIGKILL = int(signal.SIGKILL)
-# A process that was never struck comes to its end; this many files are written in one of six epochs.
+# At most this many files are written in one of the six epochs; without a hit the process ends normally.
 _FILES = 8
 _SECONDS = 2.0
 
 
 def fault(draw: random.Random) -> tuple[Any, ...]:
-    """What strikes the next process."""
+    """Draw the fault of the next process."""
     kind = draw.choice(("at_step", "before_growth", "in_growth", "at_write", "at_write", "after"))
     if kind == "at_step":
         return kind, draw.randint(1, NUM_STEPS), SIGKILL
@@ -40,17 +40,17 @@ def fault(draw: random.Random) -> tuple[Any, ...]:
 def chaos(
     cli: CommandLine, folder: Path, undisturbed: Left, kills: int, seed: int
 ) -> tuple[Counter[str], int, list[str]]:
-    """Kill until there were enough.
+    """Kill and resume runs until the number of kills is reached or a run ends differently.
 
     Args:
         cli: the command line.
-        folder: empty; a run that came out wrong stays there.
-        undisturbed: what the same run leaves without kills.
-        kills: how many.
-        seed: decides when; `after` a time depends on the machine's speed too.
+        folder: empty; a run that ends differently is left there.
+        undisturbed: results of the same run without kills.
+        kills: number of kills.
+        seed: determines the faults; the effect of `after` also depends on the machine's speed.
 
     Returns:
-        Number of kills by kind and moment, number of runs, and what came out wrong.
+        Number of kills by kind and moment, number of runs, and all differences found.
     """
     command = (*MLP, STEPWISE)
     draw, struck, runs = random.Random(seed), Counter[str](), 0
@@ -72,14 +72,14 @@ def chaos(
         else:
             wrong += [f"{run}: {name} differ" for name in Left.by(folder / run).differences(undisturbed)]
             litter = [path.name for path in (folder / run).rglob(".*.unfinished")]
-            wrong += [f"{run} has left {name}" for name in litter]
+            wrong += [f"{run} left {name} behind" for name in litter]
         if not wrong:
             shutil.rmtree(folder / run)
     return struck, runs, wrong
 
 
 def main() -> int:
-    """Run and print a summary; 1 if anything was lost."""
+    """Run and print a summary; return 1 if anything was lost."""
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""Real runs of the command line, each in a separate process that has everything imported already.
+"""Runs of the command line in forks of one process that has imported everything.
 
-Starting Python, torch and Lightning takes longer than a small run, so one process imports them once and forks for
-every run: exit codes, signals, output and files are those of a real process.
+Starting Python, torch and Lightning takes longer than a small run. Exit codes, signals, output and files are those of
+a separate process.
 """
 
 import json
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# A variable in a run's environment: the command is `growlab.lab.planner`.
+# Environment variable that makes a run call `growlab.lab.planner`.
 PLAN = "GROWLAB_TEST_PLAN"
-# How the lines that a run prints as it goes begin.
+# Starts of the progress lines that a run prints.
 PROGRESS = ("odds: ", "growing ", "stage ", "grew ")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit code (-9 after SIGKILL) and what it printed."""
+    """Exit code (-9 after SIGKILL), standard output and standard error of a run."""
 
     code: int
     out: str
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """The sentence that a run ended with, behind the lines of its epochs."""
+        """Error message of a run that failed with exit code 2 and printed only progress before it."""
         assert (self.code, self.out) == (2, ""), self.err
         *lines, last = self.err.splitlines()
         assert all(line.startswith((*PROGRESS, "warning: no checkpoint")) for line in lines), self.err
@@ -41,19 +41,19 @@ class Outcome:
         return last
 
 
-# A variable in the environment: the address of the process that forks.
+# Environment variable with the address of the process that forks.
 SERVER = "GROWLAB_TESTSERVER"
 
 
 def shared_folder(address: str, name: str) -> Path:
-    """A folder that all processes of the tests share."""
+    """Path of a folder that all test processes share."""
     return Path(address).parent / name
 
 
 class Server:
-    """The process that imports everything once and forks for the runs of all callers (tests/forking.py).
+    """The process that imports everything once and forks for every run (tests/forking.py).
 
-    Callers find its address in the environment; it ends with the process that started it.
+    Test processes find its address in the environment; it ends with the process that started it.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,8 @@ class Server:
         traces = shared_folder(self.address, "traces")
         for folder in (traces, shared_folder(self.address, "runs")):
             folder.mkdir()
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         # Without compiled files, starting takes three times as long.
-        for name in ("HYDRA_FULL_ERROR", "PYTHONDONTWRITEBYTECODE"):
-            environment.pop(name, None)
+        environment = _environment("HYDRA_FULL_ERROR", "PYTHONDONTWRITEBYTECODE")
         # Callers wait until everything is imported; if the process dies, they fail.
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(self.address)
@@ -78,21 +75,21 @@ class Server:
             )
 
     def announce(self) -> None:
-        """Export the address to the processes that this one starts."""
+        """Export the address to child processes."""
         os.environ[SERVER] = self.address
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.stdin.close()
         self._process.wait(timeout=30)
         self._folder.cleanup()
 
 
 class CommandLine:
-    """`python -m growlab ARGUMENTS`, many times over.
+    """Run `python -m growlab ARGUMENTS` in a fork of the server.
 
     Attributes:
-        shared: folder of the runs that all processes of the tests share.
+        shared: folder of runs that all test processes share.
     """
 
     def __init__(self) -> None:
@@ -116,11 +113,11 @@ class CommandLine:
 
         Args:
             arguments: overrides and options.
-            cwd: the folder that it is called from.
-            fault: name in `FAULTS` and its arguments, put in place before the run begins.
+            cwd: working directory.
+            fault: name in `FAULTS` and its arguments, installed before the run begins.
             environment: variables added to this process's.
-            program: the text of a program in Python, which runs in place of the command line.
-            limit_sec: it is killed after.
+            program: Python source to run in place of the command line.
+            limit_sec: time after which the run is killed.
         """
         with tempfile.TemporaryDirectory() as folder:
             order = {
@@ -134,27 +131,27 @@ class CommandLine:
             }
             print(json.dumps(order), file=self._lines, flush=True)
             answer = self._lines.readline()
-            assert answer, "the process that forks the runs has died"
+            assert answer, "the process that forks for runs has died"
             code, left = json.loads(answer)
             outcome = Outcome(code, *((Path(folder) / name).read_text() for name in ("stdout", "stderr")))
             assert not left, f"left behind: {left}\n{outcome.err}"
             return outcome
 
     def done(self, *arguments: object, cwd: Path, **more: Any) -> Outcome:
-        """Run to the end, with exit code 0."""
+        """Run and assert that the exit code is 0."""
         outcome = self(*arguments, cwd=cwd, **more)
         assert outcome.code == 0, outcome.err
         return outcome
 
     def on_two_ranks(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function of a rank and further arguments in two processes."""
+        """Call `function(rank, *arguments)` in two processes and assert that both succeed."""
         outcome = self.on_ranks(2, function, *arguments)
         assert outcome.code == 0, outcome.err
 
     def on_ranks(
         self, number: int, function: Callable[..., None], *arguments: Any, limit_sec: float = 120.0
     ) -> Outcome:
-        """Call a function of a rank and further arguments in processes that start together."""
+        """Call `function(rank, *arguments)` in several processes that start together."""
         program = _RANKS.format(pickle.dumps((function, arguments)), number)
         return self(cwd=ROOT, program=program, limit_sec=limit_sec)
 
@@ -166,6 +163,20 @@ class CommandLine:
             self._own.close()
 
 
+def _environment(*without: str) -> dict[str, str]:
+    """Variables of this process that let a new one import the checkout and use one thread, without the named ones."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def new_process(*arguments: object, cwd: Path, limit_sec: float = 280.0) -> Outcome:
+    """Run `python ARGUMENTS` in a new process, as a user starts it."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=limit_sec)
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
 def offer_port(folder: Path) -> None:
     """Write a free port into a folder, for `join`."""
     with socket.socket() as free:
@@ -174,7 +185,7 @@ def offer_port(folder: Path) -> None:
 
 
 def join(rank: int, folder: Path) -> None:
-    """Make this process one of two ranks, with torchrun's variables; they meet at the folder's port."""
+    """Set torchrun's variables for one of two ranks, which connect at the port in the folder."""
     port = (folder / "port").read_text()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0", GROUP_RANK="0")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")

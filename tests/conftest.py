@@ -1,4 +1,4 @@
-"""Fixtures for tests in several folders."""
+"""Fixtures for all tests."""
 
 import gc
 import os
@@ -17,9 +17,9 @@ from tests.command_line import SERVER, CommandLine, Server, shared_folder
 if TYPE_CHECKING:
     from tests.whole_runs import Left, Whole
 
-# Every process would compile torch and Lightning again.
+# Otherwise every process would compile torch and Lightning again.
 sys.dont_write_bytecode = False
-# Seeded like all other tests: the same examples in each run. `--hypothesis-profile=default` draws others.
+# The same examples in each run; `--hypothesis-profile=default` draws others.
 settings.register_profile("seeded", derandomize=True, max_examples=50)
 settings.load_profile("seeded")
 _SERVER = pytest.StashKey[Server]()
@@ -28,7 +28,7 @@ _TRACES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the process that runs fork from, in the process that distributes the tests."""
+    """Start the server of runs in the process that distributes the tests."""
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         config.stash[_SERVER] = Server()
         config.stash[_SERVER].announce()
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt everything imported and collected from garbage collection, which would visit a million objects."""
-    # Imported here, since the process that distributes the tests needs nothing of torch.
+    # Imported here, since the process that distributes the tests does not need torch.
     from tests.once import read_conf_once, trace_once
 
     read_conf_once()
@@ -61,7 +61,7 @@ def _exempt(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Let the interpreter take everything down in its order."""
+    """Stop the server and undo `_exempt`."""
     if _SERVER in config.stash:
         config.stash[_SERVER].close()
     if _TRACES in config.stash:
@@ -71,7 +71,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def cli() -> Iterator[CommandLine]:
-    """The command line, as real processes."""
+    """The command line, each run in a separate process."""
     started = CommandLine()
     yield started
     started.close()
@@ -79,7 +79,7 @@ def cli() -> Iterator[CommandLine]:
 
 @pytest.fixture(scope="session")
 def whole(cli: CommandLine) -> "Callable[..., Whole]":
-    """An undisturbed run of these arguments, made once for all processes of the tests."""
+    """Return a function that makes an undisturbed run of its arguments, once for all test processes."""
     from tests.whole_runs import whole_run
 
     return partial(whole_run, cli)
@@ -87,5 +87,5 @@ def whole(cli: CommandLine) -> "Callable[..., Whole]":
 
 @pytest.fixture(scope="session")
 def uninterrupted(whole: "Callable[..., Whole]") -> "Callable[..., Left]":
-    """What an undisturbed run leaves."""
+    """Return a function that gives the files of an undisturbed run of its arguments."""
     return lambda *arguments: whole(*arguments).left

@@ -1,7 +1,7 @@
-"""`make digests`: fingerprints of small runs that together use every feature, for changes that must keep all bits.
+"""`make digests`: hashes of small runs that together use every feature, for changes that must not alter numbers.
 
-A change that should not alter numbers shows identical digests: write them before it, compare after it. They depend
-on the machine and the library versions, so they are not committed.
+Write them before such a change and compare after it. They depend on the machine and the library versions, so they are
+not committed.
 
     python -m tests.digests FILE             # run every case and write FILE
     python -m tests.digests FILE --compare   # run again; exit code 1 where a digest differs
@@ -27,11 +27,11 @@ from tests.runs.test_language import DROPOUT
 from tests.runs.test_process_growth import CASES as BY_DATA
 from tests.runs.test_process_growth import RUN
 from tests.runs.test_resume import ACCUMULATED, ADAM, BY_STEPS, CHUNKS, FIREFLY, HYPERFAN, ISOTROPIC, ON_DEMAND, RESNET
-from tests.whole_runs import MLP, MLP3, SMALL, Left
+from tests.whole_runs import BASE, MLP, MLP3, SMALL, Left
 
-# Depth and width growing in one run.
+# Depth and width grow in one run.
 DEEPENED = (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9", "optimizer_state=inherit")
-# Classes that appear with the stages, and the gradient on the old ones that goes through growth.
+# Classes that arrive with the stages, with OSGD.
 INCREMENTAL = (*MLP, "data=digits_incremental", "osgd.anneal=stage", "ema.decay=0.9", "data.validation=test")
 _STAGES = ("schedule.epochs=[1,1,1]", "schedule.widths=[0.25,0.5,1]")
 _DEMAND = ("schedule.total_epochs=6", "schedule.num_stages=3", "schedule.initial_width=0.5")
@@ -59,8 +59,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "stagewise_adam": (*MLP, "growth=pairs", "optimizer=adam", "lr_adapt=stagewise_adam"),
     "stagewise_avagrad": (*MLP, "growth=pairs", "optimizer=avagrad", "lr_adapt=stagewise_avagrad"),
     "max_one_constraint": (*SMALL, "model.width=4", "growth.rule=constraint", "lr_adapt=max_one"),
-    "budget": (*MLP[:4], *MLP[6:], *_DEMAND, "schedule=budget", "schedule.grow_when.percent=80"),
-    "plateau": (*MLP[:4], *MLP[6:], *_DEMAND, "schedule=plateau", "schedule.grow_when.patience=1"),
+    "budget": (*BASE, *MLP3, *_DEMAND, "schedule=budget", "schedule.grow_when.percent=80"),
+    "plateau": (*BASE, *MLP3, *_DEMAND, "schedule=plateau", "schedule.grow_when.patience=1"),
     "mobilenet": (*_NETWORK, "model=mobilenetv1", "model.width=8"),
     "layer_statistics": (*MLP, "log_layers_every_n_steps=3"),
     "task_change": ("experiment=papers/isotropic_task_change", "schedule.total_epochs=6", "data.limit_train=96"),
@@ -70,12 +70,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "two_ranks_isotropic": (*ISOTROPIC, *_TWO),
     "two_ranks_classes": (*INCREMENTAL, *_TWO),
 }
-# Killed at this step and resumed; the digests are those of the same case undisturbed.
+# Cases that are killed at this step and resumed; their digests equal those without the kill.
 RESUMED = {"mlp": 11, "isotropic": 9, "classes_osgd": 11, "deepened_average": 14, "gpt_average": 8}
 
 
 def digest(content: Any) -> str:
-    """A short hash of nested containers of tensors and numbers, by value and dtype."""
+    """Short hash of nested containers of tensors and numbers, by value and dtype."""
     found = hashlib.sha256()
     _feed(found, content)
     return found.hexdigest()[:16]
@@ -97,7 +97,7 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Digests of what a finished run has left."""
+    """Digests of a finished run's files."""
     left = Left.by(folder)
     return {
         "weights": digest(left.weights),
@@ -109,14 +109,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def all_cases(images: Path) -> dict[str, tuple[str, ...]]:
-    """Every case, and every experiment file on the fake images of a folder."""
-    # With the eight layers of `mlp8`, of which tests take three.
+    """All cases, and all experiment files on a folder of fake images."""
+    # With all eight layers of `mlp8`; tests use three.
     cases = {name: tuple(a for a in arguments if a != MLP3[1]) for name, arguments in CASES.items()}
     return {**cases, **{name: two_steps(name, images) for name in EXPERIMENTS}}
 
 
 def run_all(cases: dict[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
-    """Digests of every case; one that fails has its last line in their place."""
+    """Digests of every case, or the last line of its error."""
     cli, found = CommandLine(), {}
     for name, arguments in cases.items():
         with tempfile.TemporaryDirectory() as root:
@@ -143,7 +143,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.digests", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--compare", action="store_true", help="with the file's digests, in place of writing them")
+    parser.add_argument("--compare", action="store_true", help="compare with the file instead of writing it")
     parser.add_argument("--only", nargs="*", help="names of cases")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as images:

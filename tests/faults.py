@@ -1,4 +1,4 @@
-"""Faults that are installed in a run's process before the run begins."""
+"""Faults to install in a run's process before the run begins."""
 
 import json
 import os
@@ -26,13 +26,13 @@ def _strike(number: int) -> None:
 
 @fault
 def at_step(step: int, number: int) -> None:
-    """Send a signal after so many optimizer steps."""
+    """Send a signal after an optimizer step."""
     after_step(step, lambda trainer, task: _strike(number))
 
 
 @fault
 def at_validation(epoch: int, batch: int, number: int) -> None:
-    """Send a signal in the validation of an epoch."""
+    """Send a signal after a validation batch of an epoch."""
     from growlab.lab.training import Task
 
     original = Task.validation_step
@@ -47,7 +47,7 @@ def at_validation(epoch: int, batch: int, number: int) -> None:
 
 @fault
 def before_growth(stage: int, number: int) -> None:
-    """Send a signal between the last step of a stage and the growth event that begins the given one."""
+    """Send a signal after the last step before a stage, ahead of its growth event."""
     from growlab.grower import Grower
 
     grow_once = Grower._grow_once
@@ -62,7 +62,7 @@ def before_growth(stage: int, number: int) -> None:
 
 @fault
 def in_growth(stage: int, number: int) -> None:
-    """Send a signal in an event when the network has grown and the optimizer has not followed."""
+    """Send a signal inside a growth event, between the network and the optimizer."""
     from growlab.grower import Grower
     from growlab.optim import followers
 
@@ -80,14 +80,14 @@ def in_growth(stage: int, number: int) -> None:
     Grower._grow_once, followers.follow_once = noted, struck
 
 
-# The moments of a file's way to the disk, see `growlab.base.files.write_atomically`; a checkpoint has the ones in the
-# middle twice: the file before it is renamed first.
+# Moments in `growlab.base.files.write_atomically`; "unnamed" and "named" occur twice for a checkpoint, since the
+# previous file is renamed first.
 WRITE_MOMENTS = ("opened", "half", "unsynchronised", "unnamed", "named", "folder")
 
 
 @fault
 def at_write(count: int, moment: str, number: int) -> None:
-    """Send a signal at a moment of the n-th file that is written."""
+    """Send a signal at a moment of the n-th file written (`count`)."""
     opened, replace, fsync = tempfile.NamedTemporaryFile, os.replace, os.fsync
     written = 0
 
@@ -127,13 +127,13 @@ def at_write(count: int, moment: str, number: int) -> None:
 
 @fault
 def after(seconds: float, number: int) -> None:
-    """Send a signal after so many seconds, inside torch too."""
+    """Send a signal after a number of seconds, also inside of torch."""
     threading.Timer(seconds, _strike, [number]).start()
 
 
 @fault
 def at_checkpoint(count: int, moment: str, number: int) -> None:
-    """Send a signal before or after the n-th checkpoint takes its place."""
+    """Send a signal before or after the n-th checkpoint (`count`) is renamed to its final name."""
     replace, seen = os.replace, []
 
     def struck(source: Any, target: Any) -> None:
@@ -149,7 +149,7 @@ def at_checkpoint(count: int, moment: str, number: int) -> None:
 
 @fault
 def keep_checkpoints(folder: str) -> None:
-    """Keep every checkpoint, named by its step; no fault."""
+    """Not a fault: keep a copy of every checkpoint, named by its step."""
     from growlab.lab.training.checkpoints import AtomicCheckpointIO
 
     save = AtomicCheckpointIO.save_checkpoint
@@ -163,7 +163,7 @@ def keep_checkpoints(folder: str) -> None:
 
 @fault
 def full_disk(epoch: int, limit: int) -> None:
-    """Limit the size of files from an epoch on, in bytes."""
+    """Limit the size of files, in bytes, from an epoch on."""
     from growlab.lab.training import GrowthProgress
 
     def on_train_epoch_start(self: Any, trainer: Any, task: Any) -> None:
@@ -188,7 +188,7 @@ def loss_is_nan(step: int) -> None:
 
 @fault
 def weights_are_nan(step: int) -> None:
-    """Make the gradient of one step not finite, and leave its loss finite."""
+    """Set gradients of one step to NaN while its loss stays finite."""
     from growlab.frontends.lightning import Growth
 
     def on_before_optimizer_step(self: Any, trainer: Any, task: Any, optimizer: Any) -> None:
@@ -198,7 +198,7 @@ def weights_are_nan(step: int) -> None:
     Growth.on_before_optimizer_step = on_before_optimizer_step
 
 
-# Phases of a run, each with the function that is called in it.
+# Phases of a run and a function that each calls.
 PHASES = {
     "read": "growlab.lab.data.loaders.ImageBatches.read_batch",
     "trace": "growlab.grower.network.trace",
@@ -213,12 +213,12 @@ PHASES = {
 
 @fault
 def fails(phase: str, call: int, sentence: str | None) -> None:
-    """Let the n-th call of a phase's function raise, and write the time into a file `failed`.
+    """Raise in the n-th call of a phase's function, and write the time to the file `failed`.
 
     Args:
         phase: one of `PHASES`.
-        call: counted from 1, in each process.
-        sentence: of a `UserError`; None: a bug.
+        call: number of the call, from 1, in each process.
+        sentence: message of the `UserError`; None for a bug.
     """
     owner_name, _, name = PHASES[phase].rpartition(".")
     owner = pkgutil.resolve_name(owner_name)
@@ -237,7 +237,7 @@ def fails(phase: str, call: int, sentence: str | None) -> None:
 
 @fault
 def with_figures() -> None:
-    """Draw the figures that other tests do without; no fault."""
+    """Not a fault: write the report and figures, which other tests skip."""
     from growlab.lab.analysis.report import write_run_report
     from growlab.lab.training import run as experiment
 
@@ -246,18 +246,18 @@ def with_figures() -> None:
 
 @fault
 def together(*faults: Sequence[Any]) -> None:
-    """Install several of these."""
+    """Install several faults."""
     for name, *rest in faults:
         FAULTS[name](*rest)
 
 
 @fault
 def on_rank(rank: int, *fault: Any) -> None:
-    """Install another fault in one of several processes."""
+    """Install a fault on one rank."""
     os.environ[FAULT_ON_RANK] = json.dumps([rank, *fault])
 
 
 @fault
 def attempts(*faults: Sequence[Any]) -> None:
-    """Install a fault on a rank for each attempt that a run's processes make."""
+    """Install a (rank, fault...) for each attempt of a run that restarts its processes."""
     os.environ[FAULTS_OF_ATTEMPTS] = json.dumps(faults)

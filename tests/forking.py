@@ -1,4 +1,4 @@
-"""The process that forks for every run of every `tests.command_line.CommandLine`, with everything imported."""
+"""Process that imports everything and forks for the runs of `tests.command_line.CommandLine`."""
 
 import atexit
 import contextlib
@@ -28,18 +28,18 @@ from tests.faults import FAULT_ON_RANK, FAULTS, FAULTS_OF_ATTEMPTS
 from tests.once import read_conf_once, trace_once
 
 _AS_RUN = "hydra.mode=RUN"
-# How long the processes that a run has started may take when it is gone.
+# Time for the child processes of a finished run to end.
 _LEFT_SEC = 10.0
 
 
 def _serve(listening: socket.socket, traces: Path) -> None:
-    """Import everything; fork for every caller that connects until standard input ends."""
+    """Import everything; fork for every connection until standard input ends."""
     _import_everything(traces)
-    # No run has to take down torch's libraries when it ends.
+    # Runs need not unregister torch's libraries when they end.
     for finalizer in list(weakref.finalize._registry):
         if finalizer.peek()[1] is torch.library._del_library:
             finalizer.detach()
-    # A run's first full collection would visit everything imported, and copy its pages.
+    # Otherwise a run's first full collection visits everything imported, and copies its pages.
     gc.collect()
     gc.freeze()
     while sys.stdin not in (ready := select.select([sys.stdin, listening], [], [])[0]):
@@ -54,13 +54,13 @@ def _serve(listening: socket.socket, traces: Path) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Fork for every order of one caller; answer with the exit code and what the run has left running."""
+    """Fork for every order of a connection; answer with the exit code and ids of processes left behind."""
     with connection.makefile("rw") as lines:
         for line in lines:
             order = json.loads(line)
             child = os.fork()
             if child == 0:
-                # A session of its own tells its processes from others.
+                # A new session identifies the processes of the run.
                 os.setsid()
                 connection.close()
                 _leave(_run(order))
@@ -68,7 +68,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _exit_code(child: int, limit_sec: float) -> int:
-    """Exit code of a run, which is killed after a time limit."""
+    """Wait for a run, kill it after a time limit, and return its exit code."""
     ended = os.pidfd_open(child)
     if not select.select([ended], [], [], limit_sec)[0]:
         os.kill(child, signal.SIGKILL)
@@ -77,7 +77,7 @@ def _exit_code(child: int, limit_sec: float) -> int:
 
 
 def _end_session(session: int) -> list[int]:
-    """Kill the processes of a session that do not end by themselves, and return their ids."""
+    """Kill the processes of a session that do not end within `_LEFT_SEC`; return their ids."""
     deadline = time.monotonic() + _LEFT_SEC
     while (members := _members(session)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -88,7 +88,7 @@ def _end_session(session: int) -> list[int]:
 
 
 def _members(session: int) -> list[int]:
-    """Processes of a session that have not ended."""
+    """Ids of the running processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ def _members(session: int) -> list[int]:
 
 
 def _leave(code: int) -> None:
-    """End this process as the interpreter does, so that what blocks its exit shows here too."""
+    """End this process as the interpreter does: threads that block the exit block it here too."""
     with contextlib.suppress(BaseException):
         threading._shutdown()
     with contextlib.suppress(BaseException):
@@ -118,7 +118,7 @@ def _import_everything(traces: Path) -> None:
     from growlab.recipes.translation.sentence_pairs import fairseq_module
     from growlab.widths import trace
 
-    # What a run imports where it needs it, torch.export above all.
+    # Lazy imports of runs.
     for name in (
         "growlab.lab.training.build",
         "growlab.lab.training.launcher",
@@ -134,36 +134,36 @@ def _import_everything(traces: Path) -> None:
         "sympy.combinatorics",
         "sympy.tensor.tensor",
     ):
-        # Not every version of a library has them.
+        # Not in every version of a library.
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    # A second for every run; tests/lab/analysis tests figures.
+    # It takes a second; tests/lab/analysis tests figures.
     experiment.write_run_report = lambda run_dir: None
-    # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.
+    # Hydra composes the configuration twice to read `hydra.mode`, which no file in conf/ sets.
     image_files.load_digits = cache(image_files.load_digits)
     image_files.load_digits()
     Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
-    # A worker of a loader looks whether its parent has died every five seconds.
+    # By default, data workers check every five seconds if their parent has died.
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5
-    # Files survive a killed process without it.
+    # Not needed for files to survive a killed process.
     os.fsync = lambda descriptor: None
-    # fairseq would import it, and wandb's folder for its files goes with the first process that ends.
+    # fairseq imports wandb, whose temporary folder disappears with the first process that ends.
     sys.modules["wandb"] = None
     with contextlib.suppress(UserError):
         for name in ("fairseq.data", "fairseq.models.transformer", "fairseq.sequence_generator"):
             fairseq_module(name)
-        # Its patterns take two seconds to compile.
+        # It compiles patterns for two seconds.
         importlib.import_module("sacremoses")
     del sys.modules["wandb"]
     _compose_once()
-    # The first trace loads much of torch. Nothing here may call backward: a fork could not do so any more.
+    # The first trace imports much of torch. Do not call backward here: forks could not do so afterwards.
     for make, size in ((partial(mlp8, batch_norm=True), 2), (resnet20, 8)):
         trace(make([1, size, size], 2, width=2), torch.zeros(2, 1, size, size))
     trace_once(traces)
 
 
 def _compose_once() -> None:
-    """Read every file of `conf/` and check all default settings, for all runs."""
+    """Fill the caches of files in `conf/` and of checked settings."""
     from hydra import compose, initialize_config_dir
 
     from growlab.lab.training.build import check_settings
@@ -178,7 +178,7 @@ def _compose_once() -> None:
 
 
 def _adapt_once() -> None:
-    """Keep pydantic's adapters of types, each of which takes milliseconds."""
+    """Cache pydantic's type adapters, each of which takes milliseconds to make."""
     import pydantic
 
     make, known = pydantic.TypeAdapter, {}
@@ -193,17 +193,17 @@ def _adapt_once() -> None:
 
 
 class _Forked:
-    """Stands in for the process that the launcher starts; nothing has to be imported."""
+    """Replaces the `Popen` of the launcher by a fork, which has everything imported."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path | None) -> None:
         self.returncode: int | None = None
         with warnings.catch_warnings():
-            # Python 3.12 and later warn of every fork with threads; a rank has none of theirs.
+            # Python 3.12 and later warn of forks from multi-threaded processes.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
-            # As in a new process.
+            # The defaults of a new process.
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -247,7 +247,7 @@ def _run(order: dict[str, Any]) -> int:
 
 
 def _main(arguments: list[str], program: str | None = None) -> int:
-    """The command line, or a program, in this process, which has no other purpose."""
+    """Run the command line, or a program, in this process; return the exit code."""
     import traceback
 
     from growlab.lab.cli.app import main
@@ -262,7 +262,7 @@ def _main(arguments: list[str], program: str | None = None) -> int:
 
     try:
         sys.stdin.close()
-        # A process that has used Hydra, such as one that starts others, has an initialised one.
+        # Initialised if the parent process has used Hydra.
         GlobalHydra.instance().clear()
         sys.argv = ["growlab", *arguments]
         if program is not None:

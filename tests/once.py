@@ -1,4 +1,4 @@
-"""Work that is the same in many runs, done once: what Hydra reads and what `growlab.widths.trace` finds."""
+"""Caches shared by tests and runs: files read by Hydra, and results of `growlab.widths.trace`."""
 
 import copy
 import hashlib
@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 from growlab.widths import WidthGraph
 
-# The function of that name hides it.
+# `growlab.widths.trace` is the function.
 tracing = importlib.import_module("growlab.widths.trace")
 
 
 def read_conf_once() -> None:
-    """Keep in this process's memory what Hydra reads from files, and skip what it makes without need."""
-    # Hydra loads its own sources anew when it looks for plugins.
+    """Cache the files that Hydra reads and the expressions it parses; skip unused interpolation maps."""
+    # Searching for plugins reloads the sources, so do that first.
     Plugins.instance()
     known: dict[Any, bytes] = {}
     for scheme in ("file", "pkg"):
         _load_once(SourcesRegistry.instance().resolve(scheme), known)
-    # Read alone: trees of the interpolations that stand in configurations.
+    # Parse trees of interpolations, which are never modified.
     base.parse = cache(base.parse)
     base.Metadata.__deepcopy__ = _copied
     make = defaults_list._create_interpolation_map
@@ -45,7 +45,7 @@ def read_conf_once() -> None:
 
 
 def _copied(metadata: base.Metadata, memo: dict[int, Any]) -> base.Metadata:
-    """Copy metadata with its dictionaries; everything else in it is a type or a plain value."""
+    """Copy metadata and its dictionaries; the other attributes are types or plain values."""
     made = copy.copy(metadata)
     made.flags = copy.copy(metadata.flags)
     made.resolver_cache = defaultdict(dict, copy.deepcopy(dict(metadata.resolver_cache), memo))
@@ -65,7 +65,7 @@ def _load_once(source: Any, known: dict[Any, bytes]) -> None:
 
 
 def trace_once(folder: Path) -> None:
-    """Let `growlab.widths.trace` keep in a folder, for all processes, what it finds in networks of known classes."""
+    """Cache results of `growlab.widths.trace` for networks of known classes, in a folder for all processes."""
     own = tracing._traced
 
     def traced(model: nn.Module, inputs: tuple[Any, ...], *settings: Any) -> WidthGraph:
@@ -82,25 +82,25 @@ def trace_once(folder: Path) -> None:
     tracing._traced = traced
 
 
-# Their code is the same in all processes of a session.
+# Libraries whose code is the same in all processes of a session.
 _LIBRARIES = ("torch", "growlab", "torchvision", "timm", "transformers", "fairseq", "tests")
 # Recurrent layers keep their parameters in lists too.
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 
 
-def _told(value: Any) -> Any:
+def _named(value: Any) -> Any:
     return f"{value.__module__}.{value.__qualname__}" if inspect.isfunction(value) else value
 
 
 def _key(model: nn.Module, inputs: tuple[Any, ...], settings: tuple[Any, ...]) -> str | None:
-    """Key of everything that a trace depends on; None if that is more than known classes and plain values."""
+    """Cache key of a trace; None if it depends on more than known classes and plain values."""
     modules = list(model.named_modules())
     known = all(type(each).__module__.partition(".")[0] in _LIBRARIES for _, each in modules)
     hooked = any(each._forward_hooks or each._forward_pre_hooks for _, each in modules)
     if hooked or not known or not all(isinstance(x, Tensor) for x in inputs):
         return None
     attributes = [
-        (name, _told_class(each), {k: _told(v) for k, v in vars(each).items() if k not in _OF_MODULES})
+        (name, _class_name(each), {k: _named(v) for k, v in vars(each).items() if k not in _OF_MODULES})
         for name, each in modules
     ]
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
@@ -108,10 +108,10 @@ def _key(model: nn.Module, inputs: tuple[Any, ...], settings: tuple[Any, ...]) -
     shapes = [(name, numbers.setdefault(id(t), len(numbers)), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
     given = [(x.shape, x.dtype, None if x.is_floating_point() or x.is_meta else x.tolist()) for x in inputs]
     text = repr((attributes, shapes, given, settings))
-    # An address, or a function or class that others may share its name with.
+    # Addresses, or names that are not unique.
     unclear = any(word in text for word in (" at 0x", "<locals>", "<lambda>"))
     return None if unclear else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _told_class(module: nn.Module) -> str:
+def _class_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"

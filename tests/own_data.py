@@ -1,4 +1,4 @@
-"""Data and networks of a user, which know nothing of growlab; tests copy this file to their runs as `mine.py`."""
+"""A user's data and networks, without imports of growlab; tests copy this file to runs as `mine.py`."""
 
 import os
 import random
@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers."""
+    """Normally distributed numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Waves(Dataset):
-    """Numbers of a projection's sine, in numpy's precision; the transform draws from all three generators."""
+    """Sine of a projection, in float64; the transform draws from torch's, numpy's and Python's generators."""
 
     def __init__(self, num: int = 120) -> None:
         self.x, self.y = drawn(num, 6), torch.sin(drawn(num, 6) @ drawn(6, seed=1))
@@ -31,7 +31,7 @@ class Waves(Dataset):
 
 
 class Net(nn.Sequential):
-    """Numbers to numbers."""
+    """Multi-layer perceptron."""
 
     def __init__(self, in_features: int, out_features: int, norm: bool = False) -> None:
         layers = [nn.Linear(in_features, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU()]
@@ -39,7 +39,7 @@ class Net(nn.Sequential):
 
 
 class Discs(Dataset):
-    """Images with a disc, and masks of it with a border of no class, as mappings."""
+    """Images of a disc and masks with an ignored border, as mappings."""
 
     def __init__(self, num: int = 40) -> None:
         self.num = num
@@ -56,7 +56,7 @@ class Discs(Dataset):
 
 
 class Segmenter(nn.Module):
-    """Images to classes of all pixels, down and up again, in a mapping as torchvision's networks return it."""
+    """Segmentation network with outputs in a mapping, as in torchvision."""
 
     def __init__(self, in_channels: int, num_classes: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Segmenter(nn.Module):
 
 
 class Two(nn.Module):
-    """A network of two inputs."""
+    """Network with two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,39 +82,39 @@ class Two(nn.Module):
 
 
 def pairs(num: int = 60) -> TensorDataset:
-    """Two inputs and five labels."""
+    """Samples of two inputs and five labels."""
     return TensorDataset(drawn(num, 3), drawn(num, 4, seed=1), (drawn(num, 5, seed=2) > 0).int())
 
 
 class Images(LightningDataModule):
-    """Three classes of images, without a validation set; augmented after the transfer of a batch."""
+    """Images in three classes, without a validation set; batches are augmented after their transfer."""
 
     def prepare_data(self) -> None:
-        """Once a machine."""
+        """Called once per machine."""
         self.prepared = True
 
     def setup(self, stage: str) -> None:
-        """Make the sets."""
+        """Make the samples."""
         assert self.prepared
         x = drawn(150, 3, 8, 8)
         self.data = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long() + (x[:, 0, 0, 0] > 0.5))
 
     def train_dataloader(self) -> DataLoader:
-        """Batches of 15 that the run's own take the place of."""
+        """Return batches of 15, which growlab replaces by its own."""
         return DataLoader(TensorDataset(*self.data[:110]), batch_size=15, shuffle=True)
 
     def test_dataloader(self) -> DataLoader:
-        """All that is left."""
+        """Return the rest."""
         return DataLoader(TensorDataset(*self.data[110:]), batch_size=25)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Noise on what is trained on."""
+        """Add noise while training."""
         training = self.trainer is not None and self.trainer.training
         return [batch[0] + 0.01 * torch.randn_like(batch[0]), batch[1]] if training else batch
 
 
 def loaders() -> dict[str, Any]:
-    """A sampler, a `collate_fn`, `drop_last` and processes of the user's own."""
+    """Loader with a sampler, a `collate_fn`, `drop_last` and workers, and plain data sets."""
     sampler = WeightedRandomSampler(torch.rand(120, generator=torch.Generator().manual_seed(0)), 65)
     # torch warns of more processes than cores.
     workers = min(2, len(os.sched_getaffinity(0)))
@@ -123,20 +123,20 @@ def loaders() -> dict[str, Any]:
 
 
 def collate(samples: list[Any]) -> list[Tensor]:
-    """A batch with a scale of its own."""
+    """Collate with a random scale of the inputs."""
     x, y = (torch.tensor(np.array(column), dtype=torch.float32) for column in zip(*samples, strict=True))
     return [x * (1 + 0.1 * torch.rand(())), y]
 
 
 class Endless(IterableDataset):
-    """Without a length."""
+    """Data set without a length."""
 
     def __iter__(self) -> Any:
         return iter([])
 
 
 class Odd(Dataset):
-    """Samples of some other form."""
+    """Samples in forms that are not supported."""
 
     def __init__(self, kind: str, num: int = 30) -> None:
         self.kind, self.num = kind, num
@@ -145,7 +145,6 @@ class Odd(Dataset):
         return self.num
 
     def __getitem__(self, index: int) -> Any:
-
         return {
             "alone": torch.zeros(3),
             "words": ("a word", 0),

@@ -1,4 +1,4 @@
-"""Faults of one of several processes, and files that all of them leave for a test."""
+"""Faults on one rank, and files by which a test compares ranks."""
 
 import os
 import socket
@@ -13,13 +13,13 @@ FAULTS: dict[str, Callable[..., None]] = {}
 
 
 def fault(install: Callable[..., None]) -> Callable[..., None]:
-    """Name a function that installs a fault, for `tests.command_line.CommandLine`."""
+    """Register a function that installs a fault, for `tests.command_line.CommandLine`."""
     FAULTS[install.__name__] = install
     return install
 
 
 def after_step(step: int, strike: Callable[[Any, Any], None]) -> None:
-    """Call a function of the trainer and the task after so many optimizer steps."""
+    """Call `strike(trainer, task)` after an optimizer step."""
     from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
@@ -31,7 +31,7 @@ def after_step(step: int, strike: Callable[[Any, Any], None]) -> None:
 
 @fault
 def keep_ranks(folder: str) -> None:
-    """Write the state of every rank into a folder, after each growth event and at the end of each epoch."""
+    """Not a fault: save each rank's state in a folder after each growth event and epoch."""
     from growlab.grower import Grower
     from growlab.lab.training.checkpoints import SaveCheckpoints
 
@@ -55,7 +55,7 @@ def keep_ranks(folder: str) -> None:
 
 
 def same_on_both_ranks(kept: Path) -> set[str]:
-    """Names of the moments that `keep_ranks` has kept; both ranks have the same of each, bit for bit."""
+    """Assert that both ranks saved equal states, bit for bit; return the names of the events and epochs."""
     names = [{path.name.removesuffix(f"_rank{rank}.pt") for path in kept.glob(f"*_rank{rank}.pt")} for rank in (0, 1)]
     assert names[0] == names[1]
     for name in names[0]:
@@ -67,7 +67,7 @@ def same_on_both_ranks(kept: Path) -> set[str]:
 
 @fault
 def drift(what: str, step: int) -> None:
-    """Change a "weight", "buffer", "average" or "state" of the optimizer in this process after so many steps."""
+    """Change a "weight", "buffer", "average" or optimizer "state" of this rank after a step."""
 
     def change(trainer: Any, task: Any) -> None:
         weight = task.network.classifier.weight
@@ -85,7 +85,7 @@ def drift(what: str, step: int) -> None:
 
 @fault
 def other_draws() -> None:
-    """Draw other weights than the other processes when growing."""
+    """Draw other new weights than the other ranks."""
     from growlab.grower import grower
 
     grow = grower.grow
@@ -98,7 +98,7 @@ def other_draws() -> None:
 
 @fault
 def parity_fails() -> None:
-    """Measure, in this process alone, that a growth event changed the outputs."""
+    """Report, on this rank only, that a growth event changed the outputs."""
     from growlab.growth import parity
 
     parity.relative_error = lambda *rest: 1.0
@@ -107,7 +107,7 @@ def parity_fails() -> None:
 
 @fault
 def breaks(step: int) -> None:
-    """Raise a bug's exception in this process alone."""
+    """Raise an unexpected exception on this rank only."""
 
     def strike(trainer: Any, task: Any) -> None:
         raise RuntimeError("our own mistake")
@@ -117,7 +117,7 @@ def breaks(step: int) -> None:
 
 @fault
 def parent_dies(step: int, folder: str) -> None:
-    """Kill the process that started this one, which writes its id and would continue for a minute."""
+    """Kill the parent process after a step; this one writes its id and sleeps for a minute."""
 
     def strike(trainer: Any, task: Any) -> None:
         (Path(folder) / f"pid{trainer.global_rank}").write_text(str(os.getpid()))
@@ -132,7 +132,7 @@ def parent_dies(step: int, folder: str) -> None:
 
 @fault
 def interrupt_parent(step: int) -> None:
-    """Send Ctrl-C to the process in the terminal's foreground: the one that started this one."""
+    """Send SIGINT, as from Ctrl-C, to the parent process."""
 
     def strike(trainer: Any, task: Any) -> None:
         if trainer.global_rank == 0:
@@ -143,7 +143,7 @@ def interrupt_parent(step: int) -> None:
 
 @fault
 def signal_parent(number: int) -> None:
-    """Send a signal to the process that started this one, before this one listens to signals."""
+    """Send a signal to the parent process before this one handles signals."""
     from growlab.lab.training import checkpoints
 
     os.kill(os.getppid(), number)
@@ -152,7 +152,7 @@ def signal_parent(number: int) -> None:
 
 @fault
 def no_names() -> None:
-    """Let no name server answer."""
+    """Let host names not be resolved."""
 
     def getfqdn(name: str = "") -> str:
         raise OSError("no name server")

@@ -1,4 +1,4 @@
-"""Small runs of the command line: their settings, their networks, and what they leave behind."""
+"""Small runs of the command line: settings, networks, and comparison of their files."""
 
 import csv
 import hashlib
@@ -19,12 +19,11 @@ from torch import nn
 from growlab.lab import networks
 from tests.command_line import CommandLine, Outcome
 
+IMAGES = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32")
+BASE = (*IMAGES, "data.validation=split", "log_rates_every_n_steps=2")
 # 18 steps in 6 epochs and 3 stages, with everything that has a state: momentum, batch sizes that change,
 # augmentation, validation, regions, statistics.
-SMALL = (
-    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
-    *("schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2"),
-)
+SMALL = (*BASE, "schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]")
 STEPWISE = "checkpoint.every_n_steps=1"
 MLP3 = ("model=mlp8", "model._target_=tests.whole_runs.mlp3", "model.width=12", "model.batch_norm=true")
 MLP = (*SMALL, *MLP3)
@@ -33,21 +32,26 @@ SMOOTH = ("model=custom", "model._target_=tests.whole_runs.smooth")
 NUM_STEPS = 18
 
 
+def mlp8_flops(width: int, classes: int = 10) -> int:
+    """FLOPs of a forward pass of mlp8 on 8x8 images: eight hidden layers, two for each multiply-add."""
+    return 2 * (64 * width + 7 * width * width + width * classes)
+
+
 def slow(*case: Any) -> Any:
-    """A row of parameters that `make test-slow` tests."""
-    # Runs import this module too, and do without it.
+    """Mark a set of parameters as slow."""
+    # Runs import this module too, without pytest.
     import pytest
 
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def mlp3(image_shape: Sequence[int], num_classes: int, width: int = 12, batch_norm: bool = False) -> nn.Module:
-    """Three hidden layers, named as those of `mlp8`."""
+    """MLP with three hidden layers, with the parameter names of `mlp8`."""
     return networks.MLP(torch.Size(image_shape).numel(), [width] * 3, num_classes, batch_norm)
 
 
 def dropout_mlp(image_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """A network whose steps draw random numbers."""
+    """MLP with dropout, which draws random numbers."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(torch.Size(image_shape).numel(), 12),
@@ -59,7 +63,7 @@ def dropout_mlp(image_shape: Sequence[int], num_classes: int) -> nn.Module:
 
 
 def plain_mlp(image_shape: Sequence[int], num_classes: int, batch_norm: bool = False) -> nn.Module:
-    """Two hidden layers of eight."""
+    """MLP with two hidden layers of width 8."""
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs in (torch.Size(image_shape).numel(), 8):
         layers += [nn.Linear(inputs, 8), *([nn.BatchNorm1d(8)] if batch_norm else []), nn.ReLU()]
@@ -67,18 +71,18 @@ def plain_mlp(image_shape: Sequence[int], num_classes: int, batch_norm: bool = F
 
 
 def spatial(image_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """A network that somebody forgot to pool: [batch, classes, height, width]."""
+    """Network without pooling, with outputs [batch, classes, height, width]."""
     return nn.Sequential(nn.Conv2d(image_shape[0], 8, 3), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
 
 
 def smooth(image_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """A network without kinks: its gradients differ between precisions by rounding alone."""
+    """Smooth network: its gradients differ between precisions only by rounding."""
     layers = [nn.Conv2d(image_shape[0], 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)]
     return nn.Sequential(*layers, nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
 
 
 class HungryMlp(nn.Sequential):
-    """A network that trains on a device of little memory: so many images times channels, in $HUNGRY by rank."""
+    """MLP that runs out of memory above a number of images times channels, given per rank in $HUNGRY."""
 
     def __init__(self, image_shape: Sequence[int], num_classes: int) -> None:
         inputs = torch.Size(image_shape).numel()
@@ -92,27 +96,27 @@ class HungryMlp(nn.Sequential):
         return super().forward(x)
 
 
-# What a run leaves behind --------------------------------------------------------------------------------
+# Files of a run --------------------------------------------------------------------------------
 
-# Measured times, and memory of the process, differ from run to run; everything else must not.
+# Entries that differ from run to run.
 _TIMES = {"seconds", "samples_per_sec", "tokens_per_sec", "seconds_by_part", "peak_memory_bytes"}
 
 
 def table(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file, measured times left out."""
+    """Read the rows of a CSV file, without measured times and memory."""
     with path.open() as file:
         return [{k: v for k, v in row.items() if k not in _TIMES} for row in csv.DictReader(file)]
 
 
 def without_times(content: Any) -> Any:
-    """Nested dicts and lists, measured times left out."""
+    """Copy nested dicts and lists without measured times and memory."""
     if isinstance(content, dict):
         return {key: without_times(value) for key, value in content.items() if key not in _TIMES}
     return [without_times(value) for value in content] if isinstance(content, list | tuple) else content
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether nested containers of tensors and numbers are equal bit for bit."""
+    """True if nested containers of tensors and numbers are equal bit for bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -122,9 +126,19 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
+def read_results(run: Path) -> dict[str, Any]:
+    """Read a run's results.json."""
+    return json.loads((run / "results.json").read_text(encoding="utf-8"))
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """Read a run's growth events."""
+    return json.loads((run / "growth.json").read_text(encoding="utf-8"))["events"]
+
+
 @dataclass(frozen=True)
 class Left:
-    """What a finished run has left in its folder, as far as it must be the same every time."""
+    """Content of a finished run's folder, without what differs each time."""
 
     metrics: list[dict[str, str]]
     steps: list[dict[str, str]]
@@ -136,8 +150,8 @@ class Left:
 
     @classmethod
     def by(cls, folder: Path) -> "Left":
-        """Read it."""
-        results = json.loads((folder / "results.json").read_text())
+        """Read a folder."""
+        results = read_results(folder)
         checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
         optional = (folder / "steps.csv", folder / "rates.csv")
         return cls(
@@ -156,7 +170,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Whole:
-    """A run that nothing disturbed: its folder, which stays as it is, what it printed, its checkpoints by step."""
+    """An undisturbed run: its folder, which no test changes, its output, its checkpoints by step."""
 
     folder: Path
     out: str
@@ -164,30 +178,30 @@ class Whole:
 
     @cached_property
     def left(self) -> Left:
-        """What it left."""
+        """Its files."""
         return Left.by(self.folder)
 
     @cached_property
     def results(self) -> dict[str, Any]:
         """Its results.json, times and commands included."""
-        return json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
+        return read_results(self.folder)
 
     @cached_property
     def checkpoints(self) -> dict[int, Path]:
-        """Every checkpoint that it wrote, one each step unless its settings say otherwise."""
+        """All its checkpoints by step, one for each step unless the arguments set another interval."""
         return {int(path.stem): path for path in (self.folder.parent / "kept").iterdir()}
 
 
 def whole_run(
     cli: CommandLine, *arguments: str, fault: tuple[Any, ...] | None = None, files: Path | None = None
 ) -> Whole:
-    """An undisturbed run, made once for all processes of the tests.
+    """Make an undisturbed run, once for all test processes.
 
     Args:
         cli: the command line.
         arguments: overrides, without the folder.
-        fault: one of those that disturb nothing.
-        files: folder with what the run reads from its working directory.
+        fault: a "fault" that only records.
+        files: folder with files to copy to the run's working directory.
     """
     name = hashlib.sha256(json.dumps([arguments, fault]).encode()).hexdigest()[:16]
     place, done = cli.shared / name, cli.shared / name / "printed.json"
@@ -207,13 +221,13 @@ def whole_run(
 
 
 def kept_run(cli: CommandLine, folder: Path, arguments: Sequence[str]) -> tuple[Left, dict[int, Path]]:
-    """What an undisturbed run leaves that reads the files in FOLDER, and all of its checkpoints by their step."""
+    """Files and checkpoints by step of an undisturbed run that reads files in a folder."""
     whole = whole_run(cli, *arguments, files=folder)
     return whole.left, whole.checkpoints
 
 
 def resumed_from(cli: CommandLine, folder: Path, arguments: Sequence[str], checkpoint: Path) -> Outcome:
-    """Resume in FOLDER/run from a checkpoint, as after the death of a process that wrote no later one."""
+    """Resume in FOLDER/run from a checkpoint, as if its process had been killed after writing it."""
     last = folder / "run" / "checkpoints" / "last.ckpt"
     last.parent.mkdir(parents=True)
     shutil.copy(checkpoint, last)
@@ -221,14 +235,14 @@ def resumed_from(cli: CommandLine, folder: Path, arguments: Sequence[str], check
 
 
 def assert_resumes(cli: CommandLine, folder: Path, arguments: Sequence[str], checkpoint: Path, whole: Left) -> None:
-    """A run that resumes in FOLDER/run from a checkpoint ends as the undisturbed one."""
+    """Assert that a run resumed in FOLDER/run from a checkpoint ends as the undisturbed one."""
     outcome = resumed_from(cli, folder, arguments, checkpoint)
     assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
     assert Left.by(folder / "run").differences(whole) == []
 
 
 def struck(cli: CommandLine, folder: Path, arguments: Sequence[str], faults: Sequence[tuple[Any, ...]]) -> Left:
-    """What a run leaves in FOLDER/run that is killed by each of the faults in turn and resumed each time."""
+    """Kill a run in FOLDER/run by each fault in turn, resume each time, and return its files."""
     command = (*arguments, "hydra.run.dir=run")
     for number, fault in enumerate(faults):
         outcome = cli(*command, *["ckpt_path=last"] * (number > 0), cwd=folder, fault=fault)

@@ -13,7 +13,7 @@ from growlab.base.files import write_json
 from tests.benchmarks import ratios
 from tests.benchmarks.ratios import Ratio, Setting, table
 
-#: Where other measures are: imported when they are asked for.
+#: Measures that are imported when they are chosen.
 ELSEWHERE = {
     **{"gromo": "tests.benchmarks.gromo:events", "ranks": "tests.benchmarks.runner:events"},
     **{"runner": "tests.benchmarks.runner:epochs", "scale": "tests.benchmarks.scale:scales"},
@@ -37,7 +37,7 @@ def main() -> None:
     add, every = parser.add_argument, ",".join(MEASURES)
     add("-k", type=_chosen, default=every, metavar="NAMES", help=f"measures: {every.replace(',', ', ')}")
     add("--device", default="cpu", choices=("cpu", "cuda"))
-    add("--small", action="store_true", help="tiny networks, to try the measures themselves")
+    add("--small", action="store_true", help="tiny networks, to test the measures")
     add("--repeats", type=int, default=0, help="of each timing (5; 1 with --small)")
     add("--write", type=Path, metavar="FILE", help="a JSON file for the ratios")
     given = parser.parse_args()

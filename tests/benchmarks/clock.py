@@ -1,4 +1,4 @@
-"""Callback that writes the CPU seconds of each batch and epoch of a training to a file."""
+"""Callback that writes CPU seconds of batches and epochs to a file."""
 
 import time
 from pathlib import Path
@@ -10,10 +10,10 @@ from growlab.base.files import write_json
 
 
 class Clock(Callback):
-    """Write {"batches": [...], "epochs": [...]} in CPU seconds of the training thread; an epoch has all that it needs.
+    """Write {"batches": [...], "epochs": [...]}, in CPU seconds of the training thread.
 
     Args:
-        file: a JSON file.
+        file: the JSON file.
     """
 
     def __init__(self, file: str) -> None:
@@ -22,13 +22,13 @@ class Clock(Callback):
         self._began = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Note an epoch that has ended, with its records and its checkpoint."""
+        """Record the previous epoch, including its records and checkpoint."""
         now, self._before = time.thread_time(), (-1, 0.0)
         self._epochs += [now - self._began] if trainer.current_epoch else []
         self._began = now
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        """Note a batch that has ended."""
+        """Record the previous batch."""
         now = time.thread_time()
         self._batches += [now - self._before[1]] if self._before[0] == index - 1 >= 0 else []
         self._before = (index, now)

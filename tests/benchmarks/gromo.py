@@ -1,4 +1,4 @@
-"""Seconds of a growth event to GroMo's, on the same network and batches.
+"""Seconds of a growth event relative to GroMo's, on the same network and batches.
 
 Both compute TINY's statistics on the first batch and the losses at amplitudes 0 and 1 on the second, GradMax's on both
 batches. growlab also compares outputs before and after, counts FLOPs and can undo the event, which GroMo does not.
@@ -15,7 +15,7 @@ from growlab.growth import GradMax, Tiny
 from tests.benchmarks.ratios import Ratio, Setting, timed
 from tests.unit.growth.test_gromo import STATISTICS, conv_ours, conv_theirs, grown, ours, theirs
 
-# Small: 40 inputs and 4 neurons, so that what surrounds the computation counts; else what a layer may have.
+# Small: 40 inputs and 4 neurons, to measure overhead; the others have realistic sizes.
 KINDS = {
     "linear, small": (ours, theirs, {}),
     "convolution, small": (conv_ours, conv_theirs, {}),
@@ -25,10 +25,10 @@ KINDS = {
 
 
 def events(setting: Setting) -> Iterator[Ratio]:
-    """GradMax and TINY events, checks included, to GroMo's."""
+    """GradMax and TINY events, including checks, relative to GroMo's."""
     warnings.filterwarnings("ignore")
     before = torch.get_default_dtype()
-    # GroMo makes tensors of torch's default type.
+    # GroMo creates tensors of torch's default dtype.
     torch.set_default_dtype(torch.float64)
     try:
         for name in STATISTICS:

@@ -1,10 +1,10 @@
-"""Ratios of what growlab costs to the same work without it, with the least possible value and a target.
+"""Costs of growlab relative to the same work without it, with the least possible value and a target.
 
     python -m tests.benchmarks                    # everything, in a table: `make bench`
     python -m tests.benchmarks -k event,trace     # some of it
     python -m tests.benchmarks --device cuda --write FILE
 
-Both sides of a ratio are timed in turns and compared by their best times, so that other load hits both.
+Both sides of a ratio are timed alternately and compared by their best times, to reduce effects of other load.
 """
 
 import copy
@@ -33,7 +33,7 @@ from growlab.widths import trace
 
 @dataclass
 class Ratio:
-    """A measured ratio, the least that it could be and the one aimed at; `seconds` are those of growlab's side."""
+    """A measured ratio, its least possible value and its target; `seconds` are growlab's."""
 
     what: str
     on: str
@@ -45,7 +45,7 @@ class Ratio:
 
 @dataclass
 class Setting:
-    """Device, and networks small enough for a test."""
+    """Device, size of networks (`small` for tests), and repeats."""
 
     device: str = "cpu"
     small: bool = False
@@ -59,7 +59,7 @@ class Setting:
 def timed(device: str, function: Callable[[], Any]) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
-    # Other processes disturb CPU time less.
+    # CPU time depends less on other processes.
     clock = time.thread_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     began = clock()
     function()
@@ -102,7 +102,7 @@ def bottlenecks(small: bool) -> nn.Module:
 
 @dataclass
 class Case:
-    """A network and its inputs, with logits as its output's first tensor."""
+    """A network that returns logits, and its inputs."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -122,7 +122,7 @@ def tokens(length: int, vocab: int, batch: int = 4) -> Callable[[], Tensor]:
 
 
 def cases(setting: Setting) -> list[Case]:
-    """ResNet-18, ResNet-50 and a Llama: of 10 million parameters on a CPU, of 120 million on a GPU."""
+    """ResNet-18 and a Llama of 10 million parameters; on a GPU ResNet-50 too, and a Llama of 120 million."""
     torch.manual_seed(0)
     eighteen = functools.partial(resnet18, image_shape=(3, 32, 32), num_classes=100, width=8 if setting.small else 64)
     if setting.small:
@@ -151,11 +151,11 @@ def train_step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) 
     optimizer.step()
 
 
-# What is measured ------------------------------------------------------------------------------------------
+# Measures -----------------------------------------------------------------------------------------------
 
 
 def traces(setting: Setting) -> Iterator[Ratio]:
-    """`growlab.trace` to a bare `torch.export.export`."""
+    """`growlab.trace` relative to `torch.export.export`."""
     found = [(case.name, *case.on(setting), 1.3) for case in cases(setting)]
     if not setting.small and setting.device == "cpu":
         import torchvision.models as vision
@@ -178,15 +178,15 @@ def traces(setting: Setting) -> Iterator[Ratio]:
 
 
 def events(setting: Setting) -> Iterator[Ratio]:
-    """An event at half the width to a forward before and one after; its peak memory in sizes of the grown network.
+    """An event at half the width relative to a forward pass before and one after; peak memory in network sizes.
 
-    The peak also above that of a training step of the grown network: what a run needs more memory for.
+    The peak above that of a training step is the additional memory that a run needs.
     """
     for case in cases(setting):
         network, x = case.on(setting)
         graph = trace(network, x[:2])
         ratios, peaks, rests, seconds = [], [], [], []
-        # The first three are of memory, whose measure takes time.
+        # The first three measure memory, which would slow the timing.
         for number in range(setting.repeats + 4):
             return_memory(number < 3)
             grown = copy.deepcopy(network)
@@ -224,15 +224,15 @@ def without_gradients(network: nn.Module, x: Tensor) -> None:
 
 
 def return_memory(at_once: bool) -> None:
-    """Let blocks from 64 KiB on go back to the system at once, so that RSS follows live tensors, or let glibc decide.
+    """Return freed blocks of at least 64 KiB to the system `at_once`, so that RSS follows live tensors, or as usual.
 
-    New pages for each tensor would slow what is timed.
+    Do not time with `at_once`, since new pages for each tensor are slow.
     """
     ctypes.CDLL(None).mallopt(-3, 1 << (16 if at_once else 25))  # M_MMAP_THRESHOLD
 
 
 class Peak:
-    """Peak of allocated memory above the larger of now and the call of `above`, in bytes; see `return_memory`."""
+    """Peak of allocated memory in bytes above the larger of now and the call of `above` (see `return_memory`)."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -256,7 +256,7 @@ def _status(name: str) -> int:
 
 
 def loops(setting: Setting) -> Iterator[Ratio]:
-    """Steps of training between events with a Grower to those without, and what multipliers and regions add."""
+    """Training steps with a Grower relative to those without, and additional time for multipliers and regions."""
     steps = 10 if setting.device != "cpu" else 1
     sgd = functools.partial(torch.optim.SGD, lr=1e-6, momentum=0.9)
     regional = functools.partial(SGD, lr=1e-6, momentum=0.9, rule=NormRatio())
@@ -291,7 +291,7 @@ def loops(setting: Setting) -> Iterator[Ratio]:
 
         ways = looped(sgd), looped(sgd), looped(sgd, "pairs"), looped(sgd, multiplied), looped(regional, "pairs")
         plain, again, ours, many, rates = in_turns(setting, *ways, repeats=4 * setting.repeats)
-        # Where tensors lie in memory makes as much difference as two copies of the plain network have.
+        # Addresses of tensors alone make two copies of the plain network differ.
         least, plain = max(plain, again) / min(plain, again), min(plain, again)
         yield Ratio("loop with Grower / without", case.name, ours / plain, least, 1.005, ours / steps)
         yield Ratio("multipliers / none, between events", case.name, many / ours, least, 1.01, many / steps)
@@ -299,7 +299,7 @@ def loops(setting: Setting) -> Iterator[Ratio]:
 
 
 def callbacks(setting: Setting) -> Iterator[Ratio]:
-    """Lightning with the callback `Growth` to Lightning without it, in tiny steps."""
+    """Lightning with the callback `Growth` relative to Lightning without it, with tiny steps."""
     import logging
     import warnings
 
@@ -329,7 +329,7 @@ def callbacks(setting: Setting) -> Iterator[Ratio]:
             self.found = found
 
         def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-            # In the last epoch: the events are over.
+            # In the last epoch, after all events.
             if trainer.current_epoch == 2:
                 now = time.thread_time() if setting.device == "cpu" else time.perf_counter()
                 self.began, before = now, getattr(self, "began", None)
@@ -354,15 +354,15 @@ def callbacks(setting: Setting) -> Iterator[Ratio]:
                 **options,
             )
             trainer.fit(Module(), data)
-    # Other load makes most steps slower, and leaves the fastest of them as they are.
+    # Other load slows most steps, but not the fastest.
     plain, idle, ours = (quantiles(times, n=10)[0] for times in steps.values())
-    # Lightning spends time on each callback that it calls, whatever that does.
+    # Lightning spends time on each callback, even an idle one.
     yield Ratio("Lightning with Growth / without", "tiny steps", ours / plain, idle / plain, 1.01, ours)
     yield Ratio("Lightning with Growth / an idle callback", "tiny steps", ours / idle, 1.0, 1.01, ours)
 
 
 def optimizers(setting: Setting) -> Iterator[Ratio]:
-    """Steps with a rate per region, of nine stages, to torch's fused ones, on ResNet-18's parameters."""
+    """Steps with rates by region, of nine stages, relative to torch's fused ones, on ResNet-18."""
     from growlab.growth import make_schedule
     from growlab.optim import weight_regions
 
@@ -401,7 +401,7 @@ def optimizers(setting: Setting) -> Iterator[Ratio]:
         )
         on = f"{theirs.__name__}, {case.name}"
         yield Ratio("steps with rates by region / torch's fused", on, rates / plain, 1.0, 1.6, rates / 3)
-        # An epoch is such steps; the optimizer of this one is not what costs.
+        # A training step, with a plain optimizer.
         x = images(32, 8 if setting.small else 128)().to(setting.device, setting.dtype)
         optimizer = torch.optim.SGD(network.parameters(), lr=1e-6)
         (whole,) = in_turns(setting, functools.partial(train_step, network, optimizer, x), repeats=1)
@@ -410,7 +410,7 @@ def optimizers(setting: Setting) -> Iterator[Ratio]:
 
 
 def sparsified(setting: Setting) -> Iterator[Ratio]:
-    """Inference of an isotropic network of nine maps, four of them vectors, to the dense one (Eq. 19 with D = 4)."""
+    """Inference with nine maps, four of them vectors, relative to the dense network (Eq. 19 with D = 4)."""
     from growlab.parts.isotropic import IsotropicMLP, sparsify
 
     for width in (64,) if setting.small else (256, 1024):
@@ -428,9 +428,9 @@ def sparsified(setting: Setting) -> Iterator[Ratio]:
 
 
 def widened(setting: Setting) -> Iterator[Ratio]:
-    """`growlab widen` to twice the width: peak memory by parameters of the output, and CPU seconds.
+    """`growlab widen` to twice the width: peak memory per parameter of the output, and CPU seconds.
 
-    Both beyond those of a tiny model, which are Python's and its libraries'.
+    Both minus those of a tiny model, which are for Python and libraries.
     """
     import transformers
 
@@ -439,7 +439,7 @@ def widened(setting: Setting) -> Iterator[Ratio]:
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in (("tiny", (2, 64, 100)), ("large", (2, 128, 100) if setting.small else (6, 512, 4000))):
             llama(*sizes).save_pretrained(f"{folder}/{name}")
-            # From a small process: the peak that a process starts with is its parent's.
+            # Start it from a small process: the initial peak of a process is its parent's.
             spawn = (
                 "import os, sys; null = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]; "
                 "made = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=null); "
@@ -469,7 +469,7 @@ MEASURES: dict[str, Callable[[Setting], Iterator[Ratio]]] = {
 
 
 def table(ratios: Iterable[Ratio]) -> Iterator[str]:
-    """Lines of a table of 80 columns, as the ratios come; a star marks what misses its target."""
+    """Yield lines of a table with 80 columns; a star marks a missed target."""
     yield f"{'':38s} {'measured':>9s} {'limit':>7s} {'target':>7s} {'seconds':>9s}"
     what = None
     for one in ratios:

@@ -1,11 +1,8 @@
-"""The lab's runner on one process and on two: an epoch to a hand-written loop's, an event to a training step."""
+"""The lab's runner: epochs relative to a hand-written loop, and events on two processes to training steps."""
 
 import csv
 import json
 import logging
-import os
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -14,8 +11,6 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-import numpy as np
-import PIL.Image
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,24 +19,26 @@ from torch.optim import Optimizer
 from growlab.lab.networks import resnet20
 from tests.benchmarks.clock import Clock
 from tests.benchmarks.ratios import Ratio, Setting
-from tests.command_line import ROOT
+from tests.command_line import new_process
+from tests.experiments import write_fake_images
+from tests.whole_runs import read_events
 
 NUM_IMAGES, BATCH = 256, 128
 
 
 def run(folder: str, *arguments: str) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Growth events and rows of epochs of a run in a process of its own."""
-    command = [sys.executable, "-m", "growlab", *arguments, "hydra.run.dir=run", "num_threads=1", "logger=csv"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
-    events = json.loads((Path(folder) / "run" / "growth.json").read_text())["events"]
-    return events, list(csv.DictReader((Path(folder) / "run" / "metrics.csv").read_text().splitlines()))
+    """Make a run in a new process; return its growth events and rows of epochs."""
+    command = ("-m", "growlab", *arguments, "hydra.run.dir=run", "num_threads=1", "logger=csv")
+    done = new_process(*command, cwd=Path(folder), limit_sec=3600.0)
+    assert done.code == 0, done.err
+    with (Path(folder) / "run" / "metrics.csv").open() as file:
+        return read_events(Path(folder) / "run"), list(csv.DictReader(file))
 
 
 def epochs(setting: Setting) -> Iterator[Ratio]:
-    """Batches and epochs without growth, to those of a loop in four lines; the limit is a bare Lightning's.
+    """Batches and epochs without growth relative to a hand-written loop; the limit is plain Lightning's.
 
-    ResNet-20 on the digits, of width 8 to be tiny, and at full width on images as in CIFAR-10.
+    ResNet-20 of width 8 on the digits, and of full width on images as in CIFAR-10.
     """
     count = 3 if setting.small else 6
     kinds = {"digits": (1438, (1, 8, 8), 64, 8), "32 x 32, batches of 128": (640, (3, 32, 32), 128, 16)}
@@ -55,7 +52,7 @@ def epochs(setting: Setting) -> Iterator[Ratio]:
 
 
 def _best(batches: Sequence[float], epochs: Sequence[float]) -> tuple[float, float]:
-    """Seconds of a batch and of an epoch: other load makes most slower, and leaves the fastest as they are."""
+    """Seconds of fast batches and of the fastest epoch, which depend least on other load."""
     return quantiles(batches, n=10)[0], min(epochs)
 
 
@@ -63,7 +60,7 @@ def _of_runner(count: int, name: str, number: int, shape: Sequence[int], size: i
     with tempfile.TemporaryDirectory() as folder:
         settings = ["experiment=digits"]
         if name != "digits":
-            random_images(Path(folder) / "images", (("train", number), ("test", 20)))
+            write_fake_images(Path(folder) / "images", number)
             settings = ["experiment=resnet20_cifar10", "data.download=false", f"data.root={folder}/images"]
             settings += [f"data.batch_size={size}", "schedule.batch_sizes=null"]
         settings += ["method=fixed_size", f"schedule.total_epochs={count}", "trainer=cpu", "data.validation=none"]
@@ -96,7 +93,7 @@ def _by_hand(count: int, number: int, shape: Sequence[int], size: int, width: in
 
 
 def _by_lightning(count: int, number: int, shape: Sequence[int], size: int, width: int) -> tuple[float, float]:
-    """A LightningModule in the Trainer, without anything beside it."""
+    """Train a plain LightningModule."""
     import lightning
 
     network, optimizer, x, y = _network(number, shape, width)
@@ -133,20 +130,10 @@ def _by_lightning(count: int, number: int, shape: Sequence[int], size: int, widt
     return _best(found["batches"], found["epochs"])
 
 
-def random_images(root: Path, sizes: Sequence[tuple[str, int]]) -> None:
-    pixels = np.random.default_rng(0)
-    for split, number in sizes:
-        for image in range(number):
-            folder = root / split / f"class{image % 10}"
-            folder.mkdir(parents=True, exist_ok=True)
-            picture = PIL.Image.fromarray(pixels.integers(0, 256, (32, 32, 3), dtype=np.uint8))
-            picture.save(folder / f"{image}.png")
-
-
 def events(setting: Setting) -> Iterator[Ratio]:
-    """Events of ResNet-18 in four stages on two processes (gloo), their comparison included, to a step after each."""
+    """Events of ResNet-18 on two processes (gloo), including rank checks, relative to a following training step."""
     with tempfile.TemporaryDirectory() as folder:
-        random_images(Path(folder) / "images", (("train", NUM_IMAGES), ("test", 20)))
+        write_fake_images(Path(folder) / "images", NUM_IMAGES)
         grown, rows = run(
             folder,
             *("experiment=papers/resnet18_cifar100", "trainer=ddp_cpu", f"data.root={folder}/images"),

@@ -1,10 +1,8 @@
-"""Exponents of cost over size: slopes of log seconds over log size, of the three largest sizes."""
+"""Exponents of cost over size: slopes of log seconds over log size."""
 
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +22,14 @@ from growlab.lab.analysis.results import load_runs
 from growlab.lab.analysis.tables import summarise, table
 from growlab.widths import trace
 from tests.benchmarks.ratios import Ratio, Setting, in_turns, llama, timed, tokens
-from tests.command_line import ROOT
+from tests.command_line import ROOT, new_process
 
 LIMIT, TARGET = 1.0, 1.1
 RUN = ROOT / "notebooks" / "results" / "digits"
 
 
 def scales(setting: Setting) -> Iterator[Ratio]:
-    """Trace over layers and width, event, checkpoint and resume over parameters, widths, tables, sweeps."""
+    """Traces, events, checkpoints, resuming, `growlab widths`, tables and sweeps."""
     yield from _traces(setting)
     yield from _events(setting)
     yield from _widths(setting)
@@ -40,7 +38,7 @@ def scales(setting: Setting) -> Iterator[Ratio]:
 
 
 def _ratio(what: str, of: str, sizes: Sequence[int], seconds: Sequence[float]) -> Ratio:
-    # Of the largest sizes: constant costs hide in the slope of all.
+    # Of the three largest sizes, where constant costs matter least.
     slope = linear_regression([*map(log, sizes[-3:])], [*map(log, seconds[-3:])]).slope
     on = f"{_number(sizes[0])} to {_number(sizes[-1])} {of}"
     return Ratio(f"exponent of {what}", on, slope, LIMIT, TARGET, seconds[-1])
@@ -96,19 +94,19 @@ def _events(setting: Setting) -> Iterator[Ratio]:
 
 
 def network() -> nn.Module:
-    """Make a network for a matrix."""
+    """Return a network of a matrix."""
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def __getattr__(name: str) -> Callable[[], nn.Module]:
-    # As many networks as a matrix asks for.
+    # `network0`, `network1` and so on.
     if name.startswith("network"):
         return network
     raise AttributeError(name)
 
 
 def _widths(setting: Setting) -> Iterator[Ratio]:
-    """Without the networks' own processes, which cost the same for each."""
+    """Time of the parent process only: the cost per network is constant."""
     sizes, seconds = (2, 4) if setting.small else (8, 16, 32), []
     for size in sizes:
         names = [f"{__name__}:network{number}" for number in range(size)]
@@ -141,7 +139,7 @@ def _tables(setting: Setting) -> Iterator[Ratio]:
 
 
 def job(run_dir: Path, seed: int, **_: Any) -> None:
-    """Do nothing, as a job of a sweep."""
+    """Job of a sweep that does nothing."""
     write_json(run_dir / "job.json", {"seed": seed})
 
 
@@ -149,11 +147,11 @@ def _sweeps(setting: Setting) -> Iterator[Ratio]:
     sizes, seconds = (2, 4) if setting.small else (8, 32, 128), []
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "growlab", "-m", f"seed=range({size})", f"hydra.sweep.dir={folder}/sweep"]
+            command = ["-m", "growlab", "-m", f"seed=range({size})", f"hydra.sweep.dir={folder}/sweep"]
             command += [f"+experiment_function._target_={__name__}.job"]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             began = os.times()
-            subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
+            done = new_process(*command, cwd=Path(folder), limit_sec=3600.0)
+            assert done.code == 0, done.err
             now = os.times()
             seconds.append(sum(now[2:4]) - sum(began[2:4]))
     yield _ratio("a sweep, but for its jobs", "jobs", sizes, seconds)

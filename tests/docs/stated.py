@@ -1,7 +1,6 @@
-"""Templates of the sentences with numbers on the pages, and the computation of each number from its runs' folder.
+"""Sentences with numbers on the pages, as templates, and functions that compute the numbers from runs.
 
-A template filled with its numbers must be on its page, word for word. So the tests find a number that is mistyped or
-that belongs to another folder.
+A template filled with its numbers must be on its page, word for word.
 """
 
 import json
@@ -35,7 +34,7 @@ OVERABUNDANCE = "conf/experiment/papers/isotropic_overabundance.yaml"
 
 
 Numbers = Callable[[], Iterable[str]]
-"""Returns the numbers of a sentence, formatted as on the page."""
+"""Function that returns the numbers of a sentence, formatted as on the page."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Stated:
 
     Attributes:
         page: file that contains the sentence.
-        template: its words, with `{}` for each number.
-        values: returns the numbers.
+        template: text with `{}` for each number.
+        values: function that returns the numbers.
     """
 
     page: str
@@ -54,18 +53,18 @@ class Stated:
 
     @property
     def text(self) -> str:
-        """The words with the numbers of the rows."""
+        """The template filled with its numbers."""
         return plain(self.template.format(*self.values()))
 
 
 def plain(text: str) -> str:
-    """Without line breaks, marks of emphasis and of comments: what is to be read."""
+    """Remove line breaks, bold marks and comment signs."""
     return re.sub(r"\s+", " ", re.sub(r"^# ", "", text.replace("**", ""), flags=re.M))
 
 
 @cache
 def runs(pattern: str) -> dict[int, Run]:
-    """The finished runs of a pattern, by seed."""
+    """Finished runs of a pattern, by seed."""
     paths = [path for path in sorted(RESULTS.glob(pattern)) if (path / "results.json").is_file()]
     found = [open_run(path) for path in paths]
     assert found, f"no run {pattern}"
@@ -75,14 +74,14 @@ def runs(pattern: str) -> dict[int, Run]:
 
 
 def mean(pattern: str, digits: int = 2) -> str:
-    """Mean over seeds, rounded as a table rounds it."""
+    """Mean test score over seeds, rounded as in tables."""
     results = [run.results for run in runs(pattern).values()]
     metric = metric_of(results)
     return f"{metric.scale * statistics.fmean(one[f'test_{metric.key}'] for one in results):.{digits}f}"
 
 
 def scores(pattern: str, digits: int = 2) -> str:
-    """Mean and deviation over seeds."""
+    """Mean and standard deviation over seeds."""
     deviation = statistics.stdev(score(run) for run in runs(pattern).values())
     return f"{mean(pattern, digits)} ± {deviation:.{digits}f}"
 
@@ -98,31 +97,31 @@ def seconds(pattern: str) -> str:
 
 
 def differences(first: str, second: str) -> list[float]:
-    """The first less the second, of the seeds that both have."""
+    """Differences (first - second) of the seeds that both have."""
     firsts, seconds_ = runs(first), runs(second)
     return [score(firsts[seed]) - score(seconds_[seed]) for seed in sorted(set(firsts) & set(seconds_))]
 
 
 def gap(first: str, second: str, digits: int = 1) -> str:
-    """Mean of the differences by seed."""
+    """Mean of the paired differences."""
     return f"{statistics.fmean(differences(first, second)):.{digits}f}"
 
 
 def reach(first: str, second: str, digits: int = 1) -> str:
-    """Their 95 % interval."""
+    """95 % interval of the paired differences."""
     found = interval(differences(first, second))
     assert found is not None
     return f"{found[0]:.{digits}f} to {found[1]:.{digits}f}"
 
 
 def gain(first: str, second: str, digits: int = 1) -> tuple[str, str]:
-    """Mean and interval."""
+    """Mean and 95 % interval of the paired differences."""
     return gap(first, second, digits), reach(first, second, digits)
 
 
 @cache
 def ratio(folder: str, what: str, method: str, level: float) -> str:
-    """Cost or seconds to a score, over those of the fixed-size network; `level` in the metric's unit."""
+    """Cost or seconds to reach `level` (in the metric's unit), relative to the fixed-size network."""
     rows = summarise(load_runs([RESULTS / folder]), lambda sentence: None)
     scale = rows[0].metric.scale
     (one,) = [
@@ -134,7 +133,7 @@ def ratio(folder: str, what: str, method: str, level: float) -> str:
 
 
 def width(pattern: str) -> str:
-    """The last width, which is the same in every run."""
+    """Final width, equal in all runs."""
     folders = [path for path in sorted(RESULTS.glob(pattern)) if (path / "results.json").is_file()]
     (one,) = {open_run(path).width_path[-1] for path in folders}
     return str(one)
@@ -170,17 +169,17 @@ COMPUTED = {
 
 
 def fewer_bits(first: str, second: str, passes: str = "0.03", digits: int = 2) -> tuple[str, str]:
-    """Bits per byte that the first arm has less than the second within so many passes, with the interval."""
+    """Reduction of bits per byte from the second arm to the first, with its interval."""
     return gain(f"{WINDOWS}/b{passes}_{second}_s*", f"{WINDOWS}/b{passes}_{first}_s*", digits)
 
 
 def line(head: str, *cells: str) -> tuple[str, Callable[[], tuple[str, ...]]]:
-    """A row of a table, of mean and deviation of each pattern."""
+    """Row of a table with mean and deviation of each pattern."""
     return f"| {head} |" + " {} |" * len(cells), lambda: tuple(scores(cell) for cell in cells)
 
 
 def text_line(head: str, arm: str) -> tuple[str, Callable[[], tuple[str, ...]]]:
-    """A row of the language model's table: costs and bits per byte at both budgets."""
+    """Row of the language model's table: costs and bits per byte at both budgets."""
     at = [f"{TEXT}/b0.03_{arm}_s*", f"{TEXT}/b0.1_{arm}_s*"]
     return f"| {head} | {{}}, {{}} | {{}} | {{}} |", lambda: (
         *(cost(one, 0) for one in at),
@@ -189,23 +188,23 @@ def text_line(head: str, arm: str) -> tuple[str, Callable[[], tuple[str, ...]]]:
 
 
 def over(folder: str, budget: str, arm: str, than: str = "fixed_size") -> tuple[str, str]:
-    """What an arm gains at a budget, with its interval."""
+    """Gain of an arm at a budget, with its interval."""
     return gain(f"{folder}/b{budget}_{arm}_s*", f"{folder}/b{budget}_{than}_s*")
 
 
 def bits(budget: str, arm: str) -> tuple[str, str]:
-    """Bits per byte that an arm has less than the full network."""
+    """Reduction of bits per byte from the full network to an arm, with its interval."""
     return gain(f"{TEXT}/b{budget}_fixed_size_s*", f"{TEXT}/b{budget}_{arm}_s*", 2)
 
 
 def at_30(arm: str) -> tuple[str, str]:
-    """By how much the full network leads at 30 epochs, seed by seed, the smaller number first."""
+    """Lead of the full network at 30 epochs for both seeds, the smaller first."""
     first, second = sorted(differences(f"{TEST}/b30_fixed_size_s*", f"{TEST}/b30_{arm}_s*"))
     return f"{first:.1f}", f"{second:.1f}"
 
 
 def tables() -> Iterator[Stated]:
-    """Rows of the tables of measured.md."""
+    """Yield the rows of tables in measured.md."""
     for head, arm in ARMS.items():
         yield Stated(MEASURED, *line(head, *(f"{TEST}/b{b}_{arm}_s*" for b in ("1.2", "3.6", "10", "30"))))
         short = head.partition(":")[0]
@@ -243,7 +242,7 @@ def by_budget(folder: str, arm: str, *budgets: str, digits: int = 2) -> tuple[st
 
 
 def seconds_by_seed(folder: str, arm: str) -> tuple[str, ...]:
-    """Seconds of an arm over those of the full network, seed by seed."""
+    """Seconds of an arm relative to the full network, by seed."""
     grown, full = runs(f"{folder}/{arm}_s*"), runs(f"{folder}/fixed_size_s*")
     return tuple(f"{grown[s].results['seconds'] / full[s].results['seconds']:.2f}" for s in sorted(grown))
 
@@ -361,7 +360,7 @@ def inputs_gain(first: str, second: str) -> tuple[str, str]:
 
 
 def in_between() -> tuple[str, ...]:
-    """Accuracies at 17 epochs, and the full one's less those of the grown networks, with intervals."""
+    """Accuracies at 17 epochs, then the lead of the full network over grown ones, with intervals."""
     arms, folder = ("full", "smaller", "grown_20", "grown_30", "grown_40"), "testbed_cifar10_depth"
     return (
         *(scores(f"{folder}/{arm}_s?") for arm in arms),
@@ -370,7 +369,7 @@ def in_between() -> tuple[str, ...]:
 
 
 def on_inputs(*arms: str) -> tuple[str, ...]:
-    """Mean and deviation of arms on small images, over runs with graphs and without, which a table keeps apart."""
+    """Mean and deviation of arms on small images, over runs with and without CUDA graphs."""
     return tuple(scores(f"{INPUTS}/{arm}_s?") for arm in arms)
 
 
@@ -379,12 +378,12 @@ MULTI, OVER, GRID = "multi30k_table5", "isotropic_overabundance", "isotropic_mlp
 
 
 def one_run(*patterns: str) -> Callable[[], tuple[str, ...]]:
-    """Scores of single runs, or means over seeds."""
+    """Return a function for scores of single runs, or means over seeds."""
     return lambda: tuple(mean(pattern) for pattern in patterns)
 
 
 def by_seconds() -> tuple[str, ...]:
-    """Accuracies after 13 s on a GPU, in percent, each the mean of two seeds."""
+    """Accuracies in percent after 13 s on a GPU, means of two seeds."""
     rows = json.loads((RESULTS / "gpu/NVIDIA-H200/training.json").read_text())["rows"]
     ways = dict.fromkeys(row["way"] for row in rows)
     found = {way: [row["accuracy"] for row in rows if row["way"] == way] for way in ways}
@@ -392,7 +391,7 @@ def by_seconds() -> tuple[str, ...]:
 
 
 def overabundance() -> tuple[str, ...]:
-    """32 to 16 less 16 all along: the twelve new seeds, and all sixteen."""
+    """Differences from 32 to 16 neurons against 16 throughout: the twelve new seeds, then all sixteen."""
     new = differences(f"{OVER}/iso_w32_t16_s*", f"{OVER}/iso_w16_t16_s*")
     every = new + differences(f"{GRID}/iso_w32_t16_s*", f"{GRID}/iso_w16_t16_s*")
     found = []
@@ -437,7 +436,7 @@ SHORT_ARMS = {
 
 
 def short_table(arm: str) -> tuple[str, ...]:
-    """Score, and what the full network has more: trained as long, and stopped at the same cost."""
+    """Score, then the lead of the full network: trained as long, and stopped at the same cost."""
     epochs = arm.rpartition("_")[2]
     ending = next((f"{one}_{epochs}" for one in ("bf16", "shortcut_b") if one in arm), epochs)
     behind = [gain(f"{SHORT}/{base}_{ending}_s*", f"{SHORT}/{arm}_s*") for base in ("fixed", "flops")]
@@ -445,7 +444,7 @@ def short_table(arm: str) -> tuple[str, ...]:
 
 
 def costs_of_rounding() -> tuple[str, str, str]:
-    """Training cost of ResNet-20 in nine stages: published, channels rounded up, and to the nearest even number."""
+    """Training cost of ResNet-20 in nine stages: published, with channels rounded up, and rounded to even numbers."""
     epochs = make_schedule(160, 128).epochs
 
     def percent(rounded: Callable[[float], int]) -> str:
@@ -458,7 +457,7 @@ def costs_of_rounding() -> tuple[str, str, str]:
 
 
 def others_behind() -> tuple[str, str]:
-    """By how much the fixed-size network at equal FLOPs leads the grown ones beside `ours`: least and most."""
+    """Smallest and largest lead of fixed size at equal FLOPs over the grown networks other than `ours`."""
     base = statistics.fmean(score(run) for run in runs(f"{NINE}/fixedflops_s*").values())
     names = {path.name.rpartition("_s")[0] for path in RESULTS.glob(f"{NINE}/*_s0")}
     grown = names - {"fixed", "fixedflops", "ours"}
@@ -466,8 +465,8 @@ def others_behind() -> tuple[str, str]:
     return f"{min(behind):.1f}", f"{max(behind):.1f}"
 
 
-def beside_fixed(pattern: str) -> tuple[float, float, float]:
-    """Cost in epochs of the full network, accuracy, and what fixed size has more, between its budgets."""
+def below_fixed(pattern: str) -> tuple[float, float, float]:
+    """Cost in epochs of the full network, accuracy, and the interpolated lead of fixed size."""
 
     def point(pattern: str) -> tuple[float, float]:
         found = list(runs(pattern).values())
@@ -481,16 +480,16 @@ def beside_fixed(pattern: str) -> tuple[float, float, float]:
     return cost, accuracy, float(interp(cost, costs, accuracies)) - accuracy
 
 
-def told_beside_fixed(pattern: str) -> tuple[str, ...]:
-    """The same in two decimals."""
-    return tuple(f"{value:.2f}" for value in beside_fixed(pattern))
+def below_fixed_text(pattern: str) -> tuple[str, ...]:
+    """`below_fixed` with two decimals."""
+    return tuple(f"{value:.2f}" for value in below_fixed(pattern))
 
 
 def distances() -> tuple[str, ...]:
-    """By how much schedules lie below fixed size: those with short first stages, then those with longer ones."""
-    early = [beside_fixed(one)[2] for one in (*FROM_A_QUARTER, f"{SCHEDULES}/s2_half_first_16")]
-    longer = [beside_fixed(f"{SCHEDULES}/s2_half_{one}")[2] for one in ("16", "8", "early_8")]
-    alone = [beside_fixed(f"{SCHEDULES}/{one}")[2] for one in ("s3_half_8", "s2_quarter_8")]
+    """Distances of schedules below fixed size: with short first stages, then with longer ones."""
+    early = [below_fixed(one)[2] for one in (*FROM_A_QUARTER, f"{SCHEDULES}/s2_half_first_16")]
+    longer = [below_fixed(f"{SCHEDULES}/s2_half_{one}")[2] for one in ("16", "8", "early_8")]
+    alone = [below_fixed(f"{SCHEDULES}/{one}")[2] for one in ("s3_half_8", "s2_quarter_8")]
     values = (min(early), max(early), alone[0], min(longer), max(longer), alone[1])
     return tuple(f"{value:.1f}" for value in values)
 
@@ -508,18 +507,18 @@ SETTINGS_OF = {
 
 
 def spread(*patterns: str) -> tuple[str, str]:
-    """The least and the largest score of all runs."""
+    """Smallest and largest score of all runs."""
     values = [score(run) for pattern in patterns for run in runs(pattern).values()]
     return f"{min(values):.1f}", f"{max(values):.1f}"
 
 
 def widths(pattern: str) -> tuple[str, ...]:
-    """The last widths of the runs, least first."""
+    """Final widths of the runs, in ascending order."""
     return tuple(map(str, sorted({run.width_path[-1] for run in runs(pattern).values()})))
 
 
 def shrunk() -> tuple[str, ...]:
-    """32 to 16 neurons, beside 32 all along, and by how much it may lie below: one decimal, rounded up."""
+    """Upper bound of the loss from 32 to 16 neurons against 32 throughout, rounded up, and both means."""
     pair = (f"{GRID}/iso_w32_t16_s*", f"{GRID}/iso_w32_t32_s*")
     found = interval(differences(*pair))
     assert found is not None
@@ -527,7 +526,7 @@ def shrunk() -> tuple[str, ...]:
 
 
 def on_digits() -> tuple[str, ...]:
-    """The default experiment: scores, costs and differences."""
+    """Scores, costs and differences of the default experiment."""
     ours, stopped, full = (f"{DIGITS}/{arm}_s*" for arm in ("ours", "equal_flops", "fixed"))
     return (
         *(mean(ours), cost(ours, 0), cost(stopped, 0), mean(stopped)),
@@ -673,7 +672,7 @@ OTHERS: dict[str, dict[str, Numbers]] = {
     },
     ROWS: {
         **{
-            f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} |": lambda name=name: told_beside_fixed(
+            f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} |": lambda name=name: below_fixed_text(
                 f"{SCHEDULES}/{name}"
             )
             for name, settings in SETTINGS_OF.items()
@@ -694,7 +693,7 @@ OTHERS: dict[str, dict[str, Numbers]] = {
             *widths("isotropic_revised/width64_s*"),
         ),
         "five stages from a quarter {}, {}, {}, and nine {}, {}, {} (three seeds).": lambda: tuple(
-            value for one in FROM_A_QUARTER for value in told_beside_fixed(one)
+            value for one in FROM_A_QUARTER for value in below_fixed_text(one)
         ),
         "the twelve seeds that were run to decide it differ by {} points (95 % interval {}), all sixteen by {} ({}), "
         "which excludes an advantage above 0.3 points": overabundance,
@@ -738,10 +737,10 @@ OTHERS: dict[str, dict[str, Numbers]] = {
 
 
 def listed(pages: Mapping[str, Mapping[str, Numbers]]) -> list[Stated]:
-    """Sentences of each page, from their templates and numbers."""
+    """Return the sentences of each page."""
     return [Stated(page, template, values) for page, own in pages.items() for template, values in own.items()]
 
 
 def stated() -> list[Stated]:
-    """All of them."""
+    """Return all sentences of this module."""
     return [*tables(), *listed(EQUAL_COST), *listed(OTHERS)]

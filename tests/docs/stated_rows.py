@@ -1,4 +1,4 @@
-"""Numbers that `notebooks/results/README.md`, smaller pages and notebooks state: see `tests/docs/stated.py`."""
+"""More sentences, of `notebooks/results/README.md`, smaller pages and notebooks: see `tests/docs/stated.py`."""
 
 import csv
 import json
@@ -59,7 +59,7 @@ CONTINUAL, LOOKAHEAD = "hyperfan_continual_regression", "hyperfan_continual_regr
 
 
 def printed(table: str, model: str, *names: str, override: str = "") -> tuple[float, ...]:
-    """Published values, one of each name."""
+    """Published value of each name."""
     found = {
         one.row: one.value
         for one in published()
@@ -69,12 +69,12 @@ def printed(table: str, model: str, *names: str, override: str = "") -> tuple[fl
 
 
 def two(values: Iterable[float]) -> tuple[str, ...]:
-    """In two decimals."""
+    """Format with two decimals."""
     return tuple(f"{value:.2f}" for value in values)
 
 
 def ends(values: Iterable[float], digits: int = 1) -> tuple[str, str]:
-    """The least and the largest."""
+    """Format the smallest and the largest value."""
     values = list(values)
     return f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
 
@@ -86,7 +86,7 @@ TREATMENTS = ("keep", "compensate", "fold")
 
 
 def held_out(part: str, *names: str) -> tuple[str, ...]:
-    """Losses of seed 0, of validation or test."""
+    """Validation or test losses of seed 0."""
     return tuple(f"{runs(f'{TRANSLATED}/{name}_s0')[0].results[f'{part}_loss']:.3f}" for name in names)
 
 
@@ -96,13 +96,13 @@ def treated(folder: str, rate: str, key: str) -> tuple[str, ...]:
         name: {seed: run.results[key] for seed, run in runs(f"{folder}/{name}_lr{rate}_s*").items()}
         for name in TREATMENTS
     }
-    told = [f"{statistics.fmean(found[name].values()):.3f}" for name in TREATMENTS]
+    texts = [f"{statistics.fmean(found[name].values()):.3f}" for name in TREATMENTS]
     for first, second in (("fold", "keep"), ("compensate", "keep"), ("fold", "compensate")):
         by_seed = [found[first][seed] - found[second][seed] for seed in sorted(found[first])]
         bounds = interval(by_seed)
         assert bounds is not None
-        told += [f"{statistics.fmean(by_seed):.3f}", "{:.3f} to {:.3f}".format(*bounds)]
-    return tuple(told)
+        texts += [f"{statistics.fmean(by_seed):.3f}", "{:.3f} to {:.3f}".format(*bounds)]
+    return tuple(texts)
 
 
 # Isotropic networks ----------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def treated(folder: str, rate: str, key: str) -> tuple[str, ...]:
 
 @cache
 def moves(pattern: str) -> dict[str, list[float]]:
-    """Changes of the held-out accuracy (points) from epoch 24 on, by what an epoch begins with."""
+    """Changes of the held-out accuracy (points) from epoch 24 on, by the change of width before the epoch."""
     found: dict[str, list[float]] = {"more": [], "fewer": [], "below 16": [], "same": []}
     for path in sorted(RESULTS.glob(pattern)):
         if (path / "results.json").is_file():
@@ -124,12 +124,12 @@ def moves(pattern: str) -> dict[str, list[float]]:
 
 
 def moved(values: list[float]) -> tuple[str, str, str]:
-    """Mean, deviation and number."""
+    """Format mean, deviation and number."""
     return f"{statistics.fmean(values):.2f}", f"{statistics.stdev(values):.2f}", f"{len(values):,}"
 
 
 def jumps() -> tuple[str, ...]:
-    """Of the grid at the rate 0.08."""
+    """Format `moves` of the grid at rate 0.08."""
     found = moves(f"{GRID}/iso_*")
     (more, more_by, n_more), (fewer, fewer_by, n_fewer), (same, same_by, n_same) = (
         moved(found[kind]) for kind in ("more", "fewer", "same")
@@ -138,13 +138,13 @@ def jumps() -> tuple[str, ...]:
 
 
 def jumps_slow() -> tuple[str, ...]:
-    """Of the part of it at the rate 0.001."""
+    """Format `moves` of the part of the grid at rate 0.001."""
     found = moves(f"{SLOW}/iso_*")
     return (*moved([one for kind in ("more", "fewer", "below 16") for one in found[kind]]), *moved(found["same"]))
 
 
 def to_widths() -> tuple[str, ...]:
-    """Means of the grid: to 8 from elsewhere, 8 all along, all others; what an event below 16 neurons costs."""
+    """Means of the grid: from others to 8, 8 throughout, all others; mean change at events below 16 neurons."""
     means = {(w, t): float(mean(f"{GRID}/iso_w{w}_t{t}_s*", 9)) for w in WIDTHS for t in WIDTHS}
     to_8 = [value for (start, end), value in means.items() if end == 8 and start != 8]
     others = [value for (_, end), value in means.items() if end != 8]
@@ -153,7 +153,7 @@ def to_widths() -> tuple[str, ...]:
 
 
 def isotropic_and_tanh() -> tuple[str, ...]:
-    """The least and the largest mean of both."""
+    """Smallest and largest mean of both."""
     isotropic = [float(mean(f"{GRID}/iso_w{w}_t{t}_s*", 9)) for w in WIDTHS for t in WIDTHS]
     return *ends(isotropic), *ends(float(mean(f"{GRID}/tanh_w{w}_s*", 9)) for w in WIDTHS)
 
@@ -162,7 +162,7 @@ WIDTHS = (8, 16, 24, 32)
 
 
 def growth_error() -> tuple[str]:
-    """The largest change of the output at an event that adds neurons."""
+    """Largest change of the output at an event that adds neurons."""
     events = [
         event
         for path in RESULTS.glob(f"{GRID}/iso_*/growth.json")
@@ -174,23 +174,23 @@ def growth_error() -> tuple[str]:
 
 
 def at_0_001() -> tuple[str]:
-    """By how much isotropic tanh is above tanh on CIFAR-10 at the rate 0.001."""
+    """Lead of isotropic tanh over tanh on CIFAR-10 at rate 0.001."""
     folder = "isotropic_data_sets"
     return (gap(f"{folder}/cifar10_isotropic_lr0.001_s*", f"{folder}/cifar10_elementwise_lr0.001_s*", 0),)
 
 
 def one(name: str) -> str:
-    """A score of the slow grid in one decimal."""
+    """Score in the grid at rate 0.001, with one decimal."""
     return mean(f"{SLOW}/{name}", 1)
 
 
 def summary(folder: str) -> dict[str, Any]:
-    """What a study has worked out."""
+    """Read the summary of a study."""
     return json.loads((RESULTS / folder / "summary.json").read_text(encoding="utf-8"))
 
 
 def invariance() -> tuple[str, ...]:
-    """Errors of a resized layer, and the share of parameters that diagonal layers keep."""
+    """Errors of a resized layer, and the share of parameters in diagonal layers."""
     found = summary("isotropic_invariance")
     errors = {name: change["largest_relative_error"] for name, change in found["changes"].items()}
     assert round(found["sparsity"]["share_by_equation_19"], 3) == round(found["sparsity"]["share_of_parameters"], 3)
@@ -208,7 +208,7 @@ HYPER = ("classical", "xavier_in", "hyperfan_in", "hyperfan_out")
 
 
 def layers(name: str, quantity: str, step: int = 0) -> dict[str, float]:
-    """Deviation of each layer; of what the network has as a whole its mean."""
+    """Standard deviation of a quantity in each layer; the mean for the loss and accuracy of the network."""
     table = next(iter(runs(f"{MNIST}/{name}").values())).layers
     rows = table[(table["quantity"] == quantity) & (table["step"] == step)]
     column = "mean" if quantity in ("loss", "accuracy") else "std"
@@ -216,7 +216,7 @@ def layers(name: str, quantity: str, step: int = 0) -> dict[str, float]:
 
 
 def mnist_line(name: str) -> tuple[str, ...]:
-    """A row of the table: losses before and behind 100 steps, at the end of training, of the test, and its accuracy."""
+    """Row of the table: losses at first, after 100 steps, at the end of training, in the test; accuracy."""
     (run,) = runs(f"{MNIST}/{name}").values()
     return (
         f"{first_loss(run):.2f}",
@@ -228,23 +228,23 @@ def mnist_line(name: str) -> tuple[str, ...]:
 
 
 def minutes(*patterns: str) -> tuple[str, ...]:
-    """The shortest and the longest of runs."""
+    """Minutes of the shortest and the longest run."""
     return ends((run.results["seconds"] / 60 for each in patterns for run in runs(each).values()), 0)
 
 
 def short(value: float) -> str:
-    """A large number, by its exponent."""
+    """Format a large number with an exponent."""
     return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
 def allconv_first(name: str) -> str:
-    """The loss before training."""
+    """Loss before training."""
     (run,) = runs(f"{ALLCONV}/{name}").values()
     return short(first_loss(run))
 
 
 def allconv_failed(*names: str) -> str:
-    """The step at which runs of the grid of rates failed, the same one."""
+    """Step at which runs of the grid of rates diverged, equal in all of them."""
     texts = [(RESULTS / f"{ALLCONV}_rates" / name / "failure.json").read_text(encoding="utf-8") for name in names]
     pattern = r"the training loss became NaN or infinite at step (\d+) "
     (step,) = {re.match(pattern, json.loads(text)["reason"])[1] for text in texts}
@@ -252,13 +252,13 @@ def allconv_failed(*names: str) -> str:
 
 
 def allconv_losses(name: str, *rates: str) -> tuple[str, ...]:
-    """Mean training losses over the steps of the grid."""
+    """Mean training losses in the grid of rates."""
     found = (next(iter(runs(f"{ALLCONV}_rates/{name}_lr{rate}").values())) for rate in rates)
     return tuple(f"{run.results['train_loss']:.3f}" for run in found)
 
 
 def deviations() -> tuple[str, ...]:
-    """Of weights and activations before training, by initialisation."""
+    """Standard deviations of weights and activations before training, by initialisation."""
     weights, inputs = ({name: layers(name, quantity) for name in HYPER} for quantity in QUANTITIES)
     inner = [
         value
@@ -281,7 +281,7 @@ QUANTITIES = ("weight", "activation")
 
 
 def variants() -> tuple[str, ...]:
-    """With biases, and with ReLU."""
+    """Results with biases, and with ReLU."""
     (xavier,) = runs(f"{VARIANTS}/biases_xavier_in").values()
     scores = (mean(f"{VARIANTS}/{name}") for name in ("biases_xavier_in", "biases_hyperfan_in", "biases_hyperfan_out"))
     relu = (mean(f"{VARIANTS}/{name}") for name in ("relu_hyperfan_in", "relu_hyperfan_out", "relu_classical"))
@@ -295,7 +295,7 @@ def by_initialisation(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def continual() -> tuple[str, ...]:
-    """Median first losses, then losses at the end of each task."""
+    """Median first losses, then losses after each task."""
     rows = by_initialisation(CONTINUAL)
     first = {name: row["median_first_loss"] for name, row in rows.items()}
     return (
@@ -308,7 +308,7 @@ def continual() -> tuple[str, ...]:
 
 
 def lookahead() -> tuple[str, ...]:
-    """Mean losses when learnt, with the look-ahead and without."""
+    """Mean losses when learnt, with look-ahead and without."""
     found = {
         (name, folder): f"{statistics.fmean(by_initialisation(folder)[name]['loss_when_learnt']):.3f}"
         for name in ("hyperfan_in", "xavier_out")
@@ -324,7 +324,7 @@ def lookahead() -> tuple[str, ...]:
 
 
 def batches() -> tuple[str, ...]:
-    """What larger batches give at most, the FLOPs of a quarter of the width and of all, and the factor in time."""
+    """Largest speed-up by larger batches, FLOPs of a quarter of the width, cost, and speed-up of the run."""
     fixed, ours, larger = (
         next(iter(runs(f"{BATCHES}/{one}").values())).results for one in ("fixed", "ours", "ours_batches")
     )
@@ -341,14 +341,14 @@ def batches() -> tuple[str, ...]:
 
 
 def spread_of_seeds() -> tuple[str]:
-    """The largest deviation over the three seeds of a method at 16 epochs."""
+    """Largest standard deviation over the three seeds of a method at 16 epochs."""
     names = ("ours", "fixed", "fixedflops", "net2net", "pairs")
     scores = ([100 * run.results["test_accuracy"] for run in runs(f"{NINE}/{n}_s*").values()] for n in names)
     return (f"{max(map(statistics.stdev, scores)):.1f}",)
 
 
 def by_osgd() -> tuple[str, ...]:
-    """What the paper gains with it, by class and by image."""
+    """Published gains by OSGD, by class and by image."""
     pairs = (
         printed("Table 14", "resnet18", "Ours-Dynamic-OSGD", "Ours", override=f"mode={mode}")
         for mode in ("classes", "images")
@@ -357,21 +357,21 @@ def by_osgd() -> tuple[str, ...]:
 
 
 def collapsed() -> tuple[str]:
-    """The least accuracy of `growing_vt` by the rule before."""
+    """Smallest accuracy of `growing_vt` by the earlier rule."""
     scores = [run.results["test_accuracy"] for run in runs("digits_methods/growing_vt_s*").values()]
     assert sum(score < 0.9 for score in scores) == 1 and len(scores) == 3
     return (f"{100 * min(scores):.0f}",)
 
 
 def looking() -> tuple[str, str]:
-    """What methods that look at data cost beyond growing without."""
+    """Smallest and largest additional cost of methods that use data."""
     base = float(cost(f"{NINE}/ours_s*", 9))
     names = ("splitting", "firefly_split", "firefly", "gradmax", "tiny")
     return ends((float(cost(f"{NINE}/{name}_s0", 9)) - base for name in names), 0)
 
 
 def a_flop() -> tuple[str, ...]:
-    """Seconds a FLOP of arms that were trained alone, in those of the full network."""
+    """Seconds per FLOP of arms on an idle machine, relative to the full network."""
 
     def pace(arm: str) -> float:
         results = runs(f"testbed_cifar10_seconds/{arm}")[0].results
@@ -383,7 +383,7 @@ def a_flop() -> tuple[str, ...]:
 
 
 def less_than_asked() -> tuple[str, ...]:
-    """By how much arms cost less than the full network at 1.2 epochs."""
+    """Unused cost of arms: the largest, and that of width and of the smaller network at 1.2 epochs."""
     costs = {
         (arm, budget): 100 - float(cost(f"{TEST}/b{budget}_{arm}_s*", 9))
         for arm in ("smaller", "grown_depth", "grown_both", "grown_width")
@@ -394,21 +394,21 @@ def less_than_asked() -> tuple[str, ...]:
 
 
 def share_of_small_images() -> tuple[str]:
-    """Of the FLOPs of training, those on the smaller images."""
+    """Percentage of training FLOPs on the smaller images."""
     small, large = runs(f"{TEN}/grown_resolution_s0")[0].results["stages"]
     parts = [stage["epochs"] * stage["flops_per_sample"] for stage in (small, large)]
     return (f"{100 * parts[0] / sum(parts):.0f}",)
 
 
 def largest_factor() -> tuple[str]:
-    """The largest rate factor of all rows that keep them."""
+    """Largest rate factor of all runs with rates.csv."""
     paths = RESULTS.glob("*/*/rates.csv")
     factors = (pandas.to_numeric(pandas.read_csv(path)["rate_factor"], errors="coerce").max() for path in paths)
     return (f"{max(factors):.1f}",)
 
 
 def regional_on_gpu() -> tuple[str, ...]:
-    """Time of steps with rates by region over torch's, on an H200."""
+    """Time of steps with rates by region relative to torch's, on an H200."""
     path = RESULTS / "gpu/NVIDIA-H200/ratios_optimizers.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["ratios"]
     ratios = {(row["what"], row["on"]): f"{row['value']:.1f}" for row in rows}
@@ -418,12 +418,12 @@ def regional_on_gpu() -> tuple[str, ...]:
 
 
 def drift() -> tuple[str, ...]:
-    """Seconds of the same work, one run after the other."""
+    """Seconds of runs of the same work."""
     return tuple(f"{run.results['seconds']:.0f}" for run in runs(f"{ALONE}/fixed_size_s*").values())
 
 
 def windows() -> tuple[str, ...]:
-    """Windows of text that the full network takes at both budgets, in hundreds, and its steps."""
+    """Windows of text, rounded to hundreds, and steps of the full network at both budgets."""
     found = [runs(f"{TEXT}/b{budget}_fixed_size_s*")[0] for budget in ("0.03", "0.1")]
     steps = [int(run.curve("step")[-1]) for run in found]
     sizes = [run.results["batch_size"] for run in found]
@@ -431,7 +431,7 @@ def windows() -> tuple[str, ...]:
 
 
 def found_after() -> tuple[str, ...]:
-    """Epochs after which a layer first has the 10 neurons that it ends with, from 4 and from 64."""
+    """Epochs after which a layer first has its final 10 neurons, from 4 and from 64."""
     first = {
         start: sorted({list(run.width_path).index(10) for run in runs(f"{SCAFFOLD}/w{start}_s*").values()})
         for start in (4, 64)
@@ -440,51 +440,51 @@ def found_after() -> tuple[str, ...]:
 
 
 def over_rates(method: str) -> tuple[str, str]:
-    """The least and the largest last training loss at the three rates of Figure 14 at which all methods train."""
+    """Smallest and largest final training loss at the three rates of Figure 14 at which all methods train."""
     found = [run.results["train_loss"] for rate in SAFE for run in runs(f"figure14/{method}_lr{rate}").values()]
     return f"{min(found):.2f}", f"{max(found):.2f}"
 
 
 def ours_below_equal_cost() -> tuple[str, str]:
-    """By how many points ours is below fixed size at equal cost at these rates."""
+    """Smallest and largest distance of ours below fixed size of equal cost, at these rates."""
     lost = [gap(f"figure14/equal_flops_lr{rate}", f"figure14/ours_lr{rate}") for rate in SAFE]
     return min(lost), max(lost)
 
 
 def convolutions() -> tuple[str, ...]:
-    """Isotropic convolutions: least and largest sum of last widths from 8 and from 32 channels, and accuracy."""
+    """Isotropic convolutions: range of final summed widths from 8 and from 32 channels, and of accuracies."""
     narrow, wide = (widths(f"{CONVOLUTIONS}/w{start}_s*") for start in (8, 32))
     return (narrow[0], narrow[-1], wide[0], wide[-1], *spread(*(f"{CONVOLUTIONS}/w{start}_s*" for start in (8, 32))))
 
 
 def together_from() -> str:
-    """The epoch from which the sums of all runs lie within 4 of each other."""
+    """Epoch from which the summed widths of all runs differ by at most 4."""
     paths = [run.width_path for start in (8, 32) for run in runs(f"{CONVOLUTIONS}/w{start}_s*").values()]
     apart = [max(sums) - min(sums) for sums in zip(*paths, strict=True)]
     return str(next(epoch for epoch in range(len(apart)) if max(apart[epoch:]) <= 4))
 
 
 def largest_removal() -> tuple[str]:
-    """The largest change of the outputs by removed neurons, in percent."""
+    """Largest change of the outputs by removed neurons, in percent."""
     found = [run for start in (8, 32) for run in runs(f"{CONVOLUTIONS}/w{start}_s*").values()]
     return (f"{100 * max(run.results['parity_max_error'] for run in found):.0f}",)
 
 
 def fading() -> tuple[str, ...]:
-    """The same with less weight decay: accuracies and last widths of each layer, from 8 and from 32 channels."""
+    """Isotropic convolutions with less weight decay: accuracies and final widths from 8 and from 32 channels."""
     found = [runs(f"{FADING}/w{start}_s*")[0].results for start in (8, 32)]
     last = [str(width) for one in found for width in one["stages"][-1]["widths"].values()]
     return (*(f"{100 * one['test_accuracy']:.1f}" for one in found), *last)
 
 
 def surveyed() -> tuple[str]:
-    """Networks of torchvision and timm in the matrix."""
+    """Number of networks of torchvision and timm in the matrix."""
     return (str(len(json.loads((RESULTS / "matrix/matrix.json").read_text(encoding="utf-8"))["networks"])),)
 
 
 @cache
 def tutorial() -> dict[str, tuple[list[float], float]]:
-    """Accuracies in percent and the share of FLOPs of each run of the tutorial."""
+    """Accuracies and share of FLOPs, in percent, of each method of the tutorial."""
     with (RESULTS / "your_network" / "rows.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return {
@@ -497,7 +497,7 @@ def tutorial() -> dict[str, tuple[list[float], float]]:
 
 
 def tutorial_line(name: str) -> tuple[str, ...]:
-    """Cost, mean and deviation."""
+    """Cost, mean and deviation of a method of the tutorial."""
     scores, share = tutorial()[name]
     return f"{share:.1f}", f"{statistics.fmean(scores):.1f}", f"{statistics.stdev(scores):.1f}"
 
@@ -539,9 +539,9 @@ def trained() -> tuple[str, ...]:
 
 
 def new_weights() -> tuple[str, ...]:
-    """Mean test result of each network with both rules of new weights, at the rate that is best on validation data."""
+    """Mean test result of each network with both rules of new weights, at the best rate by validation."""
     kept = json.loads((RESULTS / "new_weights" / "results.json").read_text(encoding="utf-8"))["rows"]
-    told, signs = [], {}
+    texts, signs = [], {}
     for network, best, form in (
         ("gpt", min, "{:.3f}"),
         ("llama", min, "{:.3f}"),
@@ -556,79 +556,78 @@ def new_weights() -> tuple[str, ...]:
                     at.setdefault(row["lr"], []).append((row["validation"], row["test"]))
             chosen = best(at.values(), key=lambda runs: statistics.fmean(run[0] for run in runs))
             by_rule[rule] = [test for _, test in chosen]
-            told.append(form.format(statistics.fmean(by_rule[rule])).rstrip("%"))
+            texts.append(form.format(statistics.fmean(by_rule[rule])).rstrip("%"))
         signs[network] = {new < old for new, old in zip(by_rule["as_network"], by_rule["fan_in"], strict=True)}
     assert signs == {"gpt": {True}, "llama": {True, False}, "resnet": {True, False}, "vit": {True}}
-    return tuple(told)
+    return tuple(texts)
 
 
 def pruning() -> tuple[str, ...]:
-    """Outcomes of Torch-Pruning: number of networks that are equal, differ, stay whole, fail, and take too long."""
+    """Numbers of networks: all, pruned exactly by Torch-Pruning, inexactly, not at all, errors, too slow."""
     kept = json.loads((RESULTS / "pruning" / "results.json").read_text(encoding="utf-8"))["rows"]
     errors = [row["error"] for row in kept if "error" in row]
     done = [row for row in kept if "error" not in row]
     whole = sum(row["parameters_left"] == 1.0 for row in done)
     equal = sum(row["difference"] < 1e-10 for row in done) - whole
     late = sum("not done after 60 s" in error for error in errors)
-    told = (len(kept), equal, len(done) - equal - whole, whole, len(errors) - late, late)
-    return tuple(map(str, told))
+    return tuple(map(str, (len(kept), equal, len(done) - equal - whole, whole, len(errors) - late, late)))
 
 
 def sharded() -> tuple[str, ...]:
-    """Memory of an event by size: in MiB and in largest tensors, of the process that took more."""
+    """Memory of an event by size of the network, in MiB and in largest tensors: the larger of both processes."""
     kept = json.loads((RESULTS / "sharded" / "results.json").read_text(encoding="utf-8"))["rows"]
-    told = []
+    texts = []
     for pair in zip(kept[::2], kept[1::2], strict=True):
         row = max(pair, key=lambda one: one["above_MiB"])
         quarter = row["parameters"] / 4 * 12 / 2 / 2**20  # weights and two moments, on two processes
-        told += [
+        texts += [
             f"{row['parameters'] / 1e6:.0f}",
             f"{row['above_MiB']:.0f}",
             f"{row['tensors_above']:.1f}",
             f"{quarter:.0f}",
         ]
         assert row["tensors_above"] < 2
-    return tuple(told)
+    return tuple(texts)
 
 
 def sharded_at_scale() -> tuple[str, ...]:
-    """Passes of an event over all bytes, its cost for large networks by formula, and seconds of their traces."""
+    """Passes of an event over all bytes, its computed cost for large networks, and seconds of their traces."""
     kept = json.loads((RESULTS / "sharded" / "results.json").read_text(encoding="utf-8"))
     passes = statistics.fmean(row["touched"] for row in kept["counts"])
     for row in kept["counts"]:
         assert abs(row["gathered_state"] - 3) < 0.01 and abs(row["gathered_forwards"] - 2) < 0.01
-    told = [f"{passes:.0f}"]
+    texts = [f"{passes:.0f}"]
     for row, bandwidth in zip(kept["large"], (450e9, 50e9), strict=True):
         old, new = row["parameters_before"], row["parameters"]
         gathered = 12 * old + 8 * (old + new)
         above, aside = 2 * 4 * row["largest"], 12 * old / row["processes"]
-        told += [f"{old / 1e9:.1f}", f"{new / 1e9:.1f}", f"{gathered / 1e9:.0f}"]
-        told += [f"{above / 1e9:.1f}", f"{aside / 1e9:.1f}"]
-        told += [f"{gathered / bandwidth:.1f}", f"{passes * 12 * new / 3.35e12:.1f}", f"{new / 185e6:.0f}"]
-    return (*told, *(f"{row['trace_seconds']:.0f}" for row in kept["large"]))
+        texts += [f"{old / 1e9:.1f}", f"{new / 1e9:.1f}", f"{gathered / 1e9:.0f}"]
+        texts += [f"{above / 1e9:.1f}", f"{aside / 1e9:.1f}"]
+        texts += [f"{gathered / bandwidth:.1f}", f"{passes * 12 * new / 3.35e12:.1f}", f"{new / 185e6:.0f}"]
+    return (*texts, *(f"{row['trace_seconds']:.0f}" for row in kept["large"]))
 
 
 def seed_on_meta() -> tuple[str, str]:
-    """CPU seconds and peak of memory for the seed of a large Llama."""
+    """CPU seconds and peak memory for the seed of a large Llama."""
     (row,) = json.loads((RESULTS / "sharded" / "results.json").read_text(encoding="utf-8"))["seed"]
     assert row["cpu_seconds"] < 60 and row["peak_GB"] < 2
     return f"{row['cpu_seconds']:.0f}", f"{row['peak_GB']:.1f}"
 
 
 def tutorial_differences() -> tuple[str, ...]:
-    """Of the grown network from the shorter training, and of the longer one from it, by seed."""
+    """Gain of the grown network over the shorter training, and of the longer one over it, with intervals."""
     grown, short, whole = (tutorial()[name][0] for name in ("grown", "fixed size, 5 epochs", "fixed size, 12 epochs"))
-    told = []
+    texts = []
     for first, second in ((grown, short), (whole, grown)):
         by_seed = [a - b for a, b in zip(first, second, strict=True)]
         reach = interval(by_seed)
         assert reach is not None
-        told += [f"{statistics.fmean(by_seed):.1f}", "{:.1f} to {:.1f}".format(*reach)]
-    return tuple(told)
+        texts += [f"{statistics.fmean(by_seed):.1f}", "{:.1f} to {:.1f}".format(*reach)]
+    return tuple(texts)
 
 
 def table_10() -> dict[str, Numbers]:
-    """Published values beside folders."""
+    """Rows with published values of Table 10."""
     ends = {
         "reset": (" without buffer", " lr_adapt=none optimizer_state=reset"),
         "inherit": (" with buffer", " lr_adapt=none"),
@@ -864,5 +863,5 @@ MORE: dict[str, dict[str, Numbers]] = {
 
 
 def more() -> list[Stated]:
-    """All of them."""
+    """Return all sentences of this module."""
     return listed(MORE)

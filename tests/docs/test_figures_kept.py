@@ -1,4 +1,4 @@
-"""Figures that are kept in the repository are what the rows beside them give."""
+"""Figures in the repository equal those drawn from their rows."""
 
 import importlib.metadata
 import re
@@ -20,18 +20,16 @@ from figures import OF_RUNS, RESULTS, Kept, draw_of_run, kept
 from results_pages import command_of_run, gallery
 
 KEPT = list(kept())
-
-
 LOCKED = re.search(r"^matplotlib==(.*)$", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.M)
-drawn_alike = pytest.mark.skipif(
+same_matplotlib = pytest.mark.skipif(
     LOCKED is None or LOCKED[1] != importlib.metadata.version("matplotlib"),
-    reason="another matplotlib than the locked one lays out otherwise",
+    reason="layouts differ between releases of matplotlib",
 )
 
 
-@drawn_alike
+@same_matplotlib
 @pytest.mark.parametrize("one", KEPT, ids=lambda one: one.file)
-def test_a_figure_is_what_its_rows_give(one: Kept, tmp_path: Path) -> None:
+def test_a_figure_equals_that_of_its_rows(one: Kept, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         drawn = save(one.draw(), tmp_path / "drawn.png")
@@ -39,9 +37,9 @@ def test_a_figure_is_what_its_rows_give(one: Kept, tmp_path: Path) -> None:
     assert_same(drawn, one.file)
 
 
-@drawn_alike
+@same_matplotlib
 @pytest.mark.parametrize("file", OF_RUNS)
-def test_a_figure_of_a_study_is_what_its_tables_give(file: str, tmp_path: Path) -> None:
+def test_a_figure_of_a_study_equals_that_of_its_tables(file: str, tmp_path: Path) -> None:
     for path in (RESULTS / file).parent.iterdir():
         if path.suffix in (".csv", ".json"):
             shutil.copy(path, tmp_path)
@@ -53,7 +51,7 @@ def assert_same(drawn: Path, file: str) -> None:
     assert pictures[0].shape == pictures[1].shape and np.abs(pictures[0] - pictures[1]).mean() < 1e-4
 
 
-def test_every_figure_is_drawn_again_and_has_its_command() -> None:
+def test_every_figure_has_a_test_a_command_and_a_caption() -> None:
     pictures = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
     assert pictures == {one.file for one in KEPT} | set(OF_RUNS)
     for file in OF_RUNS:
@@ -64,7 +62,7 @@ def test_every_figure_is_drawn_again_and_has_its_command() -> None:
         assert len(shows.split()) > 3 and shows.endswith(".") and shows.replace("`", "") == alternative
 
 
-def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
+def test_a_command_of_a_figure_draws_it(tmp_path: Path) -> None:
     from growlab.lab.analysis.__main__ import main
 
     (one,) = [one for one in KEPT if one.file == "digits/silhouettes.png"]
@@ -75,10 +73,10 @@ def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
     assert np.array_equal(image.imread(drawn), image.imread(RESULTS / one.file))
 
 
-@drawn_alike
+@same_matplotlib
 @pytest.mark.parametrize("name", drawings.ALL)
-def test_a_drawing_is_what_growlab_does(name: str, tmp_path: Path) -> None:
-    """If growing changes, so does its picture: `make figures ARGS=NAME`."""
+def test_a_drawing_is_up_to_date(name: str, tmp_path: Path) -> None:
+    """After changes of growth draw it again: `make figures ARGS=NAME`."""
     number = re.compile(r"-?\d+\.\d+")
     now, kept = (
         path.read_text(encoding="utf-8")

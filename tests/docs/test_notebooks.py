@@ -1,4 +1,4 @@
-"""Notebooks run, and are kept with their outputs."""
+"""Notebooks run, and are committed with their outputs."""
 
 import base64
 import importlib.util
@@ -13,14 +13,15 @@ import numpy as np
 import PIL.Image
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.command_line import ROOT
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_outputs_are_kept_and_short(path: Path) -> None:
+def test_outputs_are_committed_and_short(path: Path) -> None:
     content = path.read_text(encoding="utf-8")
-    # In the history for ever, once for each time that figures change.
+    # Each change of a figure adds to the size of the repository.
     assert len(content) < 100_000 and str(ROOT) not in content
     cells = json.loads(content)["cells"]
     assert len(cells) <= 14
@@ -35,13 +36,13 @@ def test_outputs_are_kept_and_short(path: Path) -> None:
 
 
 def flat(output: dict[str, Any]) -> dict[str, Any]:
-    """An output with its text in one piece."""
+    """Copy of an output with its text joined."""
     return {**output, "text": "".join(output.get("text", ""))}
 
 
 @pytest.fixture(scope="module")
 def docs() -> ModuleType:
-    """The script that runs notebooks and makes pages of them."""
+    """The script that runs notebooks and converts them to pages."""
     spec = importlib.util.spec_from_file_location("notebook_pages", ROOT / "notebooks/docs/notebooks.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -49,7 +50,7 @@ def docs() -> ModuleType:
 
 
 def shown(path: Path) -> tuple[list[dict[str, str]], list[tuple[int, ...]]]:
-    """Words of each code cell's outputs, without numbers, and the sizes of all pictures."""
+    """Text of each cell's outputs, with numbers replaced, and the sizes of all pictures."""
     words, sizes = [], []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         said: dict[str, str] = {}
@@ -64,7 +65,7 @@ def shown(path: Path) -> tuple[list[dict[str, str]], list[tuple[int, ...]]]:
     return words, sizes
 
 
-# Accuracies and seconds differ from machine to machine, and with them the width of columns.
+# Accuracies and seconds differ between machines, and with them the width of columns.
 NUMBERS = r"\**[+−-]?\d[\d.,]*(e[+-]?\d+)?\**|-{3,}"
 
 
@@ -76,10 +77,10 @@ def _pixels(output: dict) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_and_shows_what_is_kept(
+def test_it_runs_with_the_committed_outputs(
     path: Path, docs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`make notebooks ARGS=--keep` keeps other outputs."""
+    """Update outputs with `make notebooks ARGS=--keep`."""
     for package in ("nbformat", "nbclient", "ipykernel", "transformers", "accelerate"):
         pytest.importorskip(package)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -89,7 +90,7 @@ def test_it_runs_and_shows_what_is_kept(
     (words, sizes), (kept_words, kept_sizes) = shown(tmp_path / path.name), shown(path)
     assert words == kept_words
     assert np.shape(sizes) == np.shape(kept_sizes)
-    # Fonts differ from machine to machine.
+    # Fonts differ between machines.
     assert np.allclose(sizes, kept_sizes, rtol=0.03)
 
 
@@ -103,14 +104,14 @@ SHOWN = {
             "outputs": [
                 {"data": {"image/png": PNG, "text/plain": ["<Figure>"]}},
                 {"data": {"text/markdown": ["| a |\n", "|-|"], "text/plain": ["object"]}},
-                {"output_type": "stream", "name": "stdout", "text": ["told\n"]},
+                {"output_type": "stream", "name": "stdout", "text": ["printed\n"]},
             ],
         },
     ]
 }
 
 
-def test_outputs_are_kept_in_the_same_form_each_time(docs, tmp_path):
+def test_keeping_outputs_twice_gives_the_same_file(docs, tmp_path):
     picture = io.BytesIO()
     PIL.Image.linear_gradient("L").convert("RGBA").save(picture, "png")
     png = base64.b64encode(picture.getvalue()).decode()
@@ -138,10 +139,10 @@ def test_a_page_shows_code_tables_text_and_figures(docs):
         "```python\ndraw()\n```",
         "![shown, figure 1](shown_0.png)",
         "| a |\n|-|",
-        "```text\ntold\n```\n",
+        "```text\nprinted\n```\n",
     ]
     assert images == {"shown_0.png": b"a figure"}
-    # Links lead to pages of the site.
+    # Links are to pages of the site.
     source = "[a](02_lightning.ipynb), [b](docs/pages/guide/data.md), [c](https://x.org/y.ipynb)"
     text, _ = docs.page({"cells": [{"cell_type": "markdown", "source": [source]}]}, "shown")
     assert text == "[a](02_lightning.md), [b](../guide/data.md), [c](https://x.org/y.ipynb)\n"
@@ -159,8 +160,7 @@ def test_outputs_of_other_cells_are_not_shown(docs, tmp_path):
     assert docs.outputs_of(source, executed)["cells"] == cells
 
 
-def test_make_notebooks_writes_into_the_build_folder_alone(docs, tmp_path, monkeypatch):
-    """The checkout stays as it is, unless it is told to keep what came of it."""
+def test_make_notebooks_writes_to_the_build_folder_unless_asked_to_keep(docs, tmp_path, monkeypatch):
     recipe = (ROOT / "Makefile").read_text().split("\nnotebooks: ")[1].split("\n\n")[0]
     assert "$(PY) notebooks/docs/notebooks.py" in recipe and "inplace" not in recipe
     assert docs.EXECUTED == ROOT / "build" / "notebooks" and docs.SOURCES == ROOT / "notebooks"

@@ -1,4 +1,4 @@
-"""Tables are what the rows give that are kept; `test_stated.py` holds sentences to the rows of their own folders."""
+"""Committed tables equal those of their rows; test_stated.py checks sentences."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from growlab.lab.analysis.schedules import time_to_score_table, times_to_scores
 from growlab.lab.analysis.tables import Row, summarise, write_table
 from growlab.recipes.papers.paper_table import paper_table
 from tests.command_line import ROOT
+from tests.docs.test_prose import markdown_of
 
 RESULTS = ROOT / "notebooks" / "results"
 MAKERS = {
@@ -24,7 +25,7 @@ MAKERS = {
     "time.md": lambda rows: time_to_score_table(times_to_scores(rows)).markdown(),
 }
 TABLES = sorted(path.relative_to(RESULTS) for name in MAKERS for path in RESULTS.glob(f"*/{name}"))
-# Tables over more folders than their own.
+# Further runs in tables.
 WITH = {
     "resnet20_cifar10_schedules": (
         *("resnet20_cifar10_16_epochs/fixed_s*", "resnet20_cifar10_16_epochs/fixedflops_s*"),
@@ -34,15 +35,15 @@ WITH = {
 }
 PAGES = [
     *(ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "notebooks").glob("*.ipynb"))),
-    # Those of the papers are made from the rows as a whole: tests/docs/test_paper_pages.py.
+    # tests/docs/test_paper_pages.py checks the pages of papers.
     *sorted(path for path in (ROOT / "notebooks/docs/pages").rglob("*.md") if path.parent.name != "papers"),
 ]
-# Costs before training: tests/lab/test_costs.py and tests/recipes/translation/test_costs.py work them out.
+# Costs before training, checked by tests/lab/test_costs.py and tests/recipes/translation/test_costs.py.
 COSTS = re.compile(r"^\| `\w+` \| [\d.]+ \| [\d.]+ \|$|`\w+` costs [\d.]+ %", re.M)
 
 
 def quiet(sentence: str) -> None:
-    """Some rows are there twice, in tables of two folders."""
+    """Ignore warnings: tables over two folders contain some rows twice."""
 
 
 def rows_of(folder: str) -> list[Row]:
@@ -51,15 +52,15 @@ def rows_of(folder: str) -> list[Row]:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=str)
-def test_a_table_is_what_its_rows_give(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_equals_that_of_its_rows(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     made = MAKERS[table.name](rows_of(table.parent.name))
-    # Paths of runs are as they were given.
+    # Tables contain paths as they were given.
     assert (RESULTS / table).read_text().replace("notebooks/results/", "") == made.replace(f"{RESULTS}/", "")
 
 
 @pytest.mark.parametrize("name", ["matrix", "transformers"])
-def test_a_matrix_is_what_its_rows_give(name: str) -> None:
+def test_a_matrix_equals_that_of_its_rows(name: str) -> None:
     kept = RESULTS / "matrix" / f"{name}.json"
     rows = json.loads(kept.read_text(encoding="utf-8"))["networks"]
     made = matrix_table([Report(**row) for row in rows])
@@ -67,25 +68,24 @@ def test_a_matrix_is_what_its_rows_give(name: str) -> None:
 
 
 def prose(page: Path) -> str:
-    text = page.read_text(encoding="utf-8")
-    if page.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    return COSTS.sub("", text)
+    return COSTS.sub("", markdown_of(page))
 
 
-def test_the_table_of_the_docs_is_that_of_the_rows() -> None:
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_rows_of_the_table_in_the_docs_are_those_of_the_full_table() -> None:
     text = (ROOT / "notebooks/docs/pages/guide/measured.md").read_text(encoding="utf-8")
     block = re.search(r"<!-- results -->\n(.*?)<!-- /results -->", text, re.S)
     assert block is not None
     head, _, *lines = block[1].strip().splitlines()
-    columns = [cell.strip() for cell in head.strip("|").split("|")]
     table = (RESULTS / "resnet20_cifar10_16_epochs" / "table.md").read_text().splitlines()
-    names = [cell.strip() for cell in table[0].strip("|").split("|")]
+    names = cells_of(table[0])
     kept = {
-        tuple(cells[names.index(column)] for column in columns)
-        for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in table[2:])
+        tuple(cells[names.index(column)] for column in cells_of(head))
+        for cells in map(cells_of, table[2:])
         if len(cells) == len(names)
     }
-    shown = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+    shown = [tuple(cells_of(line)) for line in lines]
     assert shown and set(shown) <= kept

@@ -1,4 +1,4 @@
-"""The pages of the docs are what the registry and the rows give, and their verdicts follow from the rows."""
+"""Pages of papers equal those generated from the registry and rows; verdicts follow from intervals."""
 
 import json
 import math
@@ -24,15 +24,15 @@ from verdicts import CONTRADICTED, HOLDS, ONE_RUN, QUANTITIES, UNDECIDED, Check,
 RESULTS = ROOT / "notebooks" / "results"
 
 
-def test_the_pages_are_not_stale() -> None:
-    """If this fails: python notebooks/docs/paper_pages.py."""
+def test_the_pages_are_up_to_date() -> None:
+    """Update them with `python notebooks/docs/paper_pages.py`."""
     folder = ROOT / "notebooks" / "docs" / "pages" / "papers"
     kept = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
     assert kept == pages(registry(), RESULTS)
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> None:
+def empty_cache() -> None:
     _runs.cache_clear()
 
 
@@ -68,7 +68,7 @@ def test_a_verdict_follows_from_the_interval(tmp_path: Path, first, second, verd
 
 
 def test_equality_is_a_margin_around_the_published_difference(tmp_path: Path) -> None:
-    """0 to 2 points about +0.93: within 2 points of it, not within 1.05, and far from 0 itself no reason to hold."""
+    """The published difference is +0.93; an interval of 0 to 2 is within 2 points of it, but not within 0.5."""
     scores(tmp_path, [0.91, 0.92, 0.93], [0.9025, 0.91, 0.9175])
     named = {"expect": "equal", "published": ("resnet20", "Table 2: Ours", "Table 2: Net2Net")}
     found = [outcome(Check("x", "a_s*", "b_s*", margin=m, **named), tmp_path) for m in (2.0, 0.5, 0.05)]
@@ -85,7 +85,7 @@ def test_equality_is_a_margin_around_the_published_difference(tmp_path: Path) ->
             Check("x", "a_s*", "b_s*", expect=expect, margin=margin)
 
 
-def test_runs_of_a_seed_count_once_and_the_same_in_each_has_no_interval(tmp_path: Path) -> None:
+def test_equal_values_of_all_seeds_have_no_interval(tmp_path: Path) -> None:
     for seed, values in enumerate([(0.9, 0.8), (0.86, 0.84), (0.85, 0.85)]):
         for name, value in zip("ab", values, strict=True):
             write_run(tmp_path / f"{name}_s{seed}", seed=seed, test_accuracy=value)
@@ -125,7 +125,7 @@ def study(folder: Path, first: list[float | None], second: list[float]) -> None:
 
 
 def test_initialisations_of_a_study_are_compared_seed_by_seed(tmp_path: Path) -> None:
-    """Seeds that are far apart and differences that are not: what pairs tell, means do not."""
+    """Seeds vary much, paired differences little: means alone could not decide."""
     study(tmp_path / "study", [1.0, 2.0, 3.1], [0.9, 1.91, 3.0])
     check = Check("", "study", study=("a", "b"), quantity="loss_when_learnt")
     found = outcome(check, tmp_path)
@@ -139,7 +139,7 @@ def test_initialisations_of_a_study_are_compared_seed_by_seed(tmp_path: Path) ->
     assert outcome(named, tmp_path).verdict == HOLDS and outcome(named, tmp_path).n == 3
 
 
-def test_a_bound_on_a_studys_number_holds_or_not(tmp_path: Path) -> None:
+def test_bounds_on_a_number_of_a_study(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "summary.json").write_text('{"num_networks": 3, "errors": {"+1": 0.25}}')
     named = {"first": "study", "summary": ("errors", "+1")}
@@ -152,11 +152,11 @@ def test_a_bound_on_a_studys_number_holds_or_not(tmp_path: Path) -> None:
     summary.write_text('{"num_networks": 3, "errors": {"+1": -2e-16}, "largest_error": 0.25}')
     largest = outcome(Check("", "study", summary=("largest_error",), at_most=1), tmp_path)
     assert largest.text() == "0.25 (largest of n = 3)"
-    # Neither a hyphen, at which a browser breaks a line, nor a space.
+    # With minus signs, since browsers break lines at hyphens.
     assert outcome(Check("", **named, at_most=0), tmp_path).text() == "−2e−16 (n = 3)"
 
 
-def test_a_bound_on_a_number_of_each_network_uses_its_interval(tmp_path: Path) -> None:
+def test_bounds_on_a_number_of_each_network_use_its_interval(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     table = tmp_path / "study" / "table.csv"
     table.write_text("seed,task,error\n0,a,0.3\n1,a,0.5\n2,a,0.4\n0,b,9\n1,b,9\n2,b,9\n", encoding="utf-8")
@@ -177,7 +177,7 @@ def test_a_bound_on_a_number_of_each_network_uses_its_interval(tmp_path: Path) -
 
 
 def test_contradictions_have_an_interval() -> None:
-    """But for counts, which are of all seeds together."""
+    """Except counts over all seeds."""
     outcomes = [one for standing in standings(registry(), RESULTS) for one in standing.outcomes]
     against = [one for one in outcomes if one.verdict == CONTRADICTED]
     assert len(against) > 10
@@ -203,7 +203,7 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     assert of_seeds.verdict == "reproduced; it takes 5 runs of 160 epochs"
 
 
-def test_only_a_loss_that_is_not_finite_is_a_run_that_diverged(tmp_path: Path) -> None:
+def test_only_runs_with_an_infinite_loss_count_as_diverged(tmp_path: Path) -> None:
     item = registry().items["figure14"]
     path = tmp_path / "figure14" / "run" / "failure.json"
     for reason, diverged in (("the training loss became NaN or infinite at step 3", 1), ("no space", 0)):
@@ -213,7 +213,7 @@ def test_only_a_loss_that_is_not_finite_is_a_run_that_diverged(tmp_path: Path) -
         assert Standing(item, tmp_path, seeds=(1,)).num_diverged == 0
 
 
-def test_an_entry_says_how_long_the_runs_that_are_left_are(tmp_path: Path) -> None:
+def test_an_entry_states_the_length_of_missing_runs(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.9, 0.91, 0.92], [])
     command = "experiment=papers/table2 model=resnet20 method=ours"
     longer = f"{command} hydra.sweeper.params=null schedule.total_epochs=20,40,80 seed=0"
@@ -230,7 +230,7 @@ def entry(*checks: Check, rows: tuple[Rows, ...] = (Rows("kept", kind="whole"),)
     return Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=tuple(map(asdict, checks)))
 
 
-def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_path: Path) -> None:
+def test_only_statements_of_the_paper_at_full_length_are_reproduced(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
     scores(tmp_path / "short", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
     holds, asked = Check("", "kept/a_s*", "kept/b_s*"), Check("", "kept/a_s*", "kept/b_s*", ours=True)
@@ -249,8 +249,8 @@ def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_pat
     assert Standing(entry(rows=both), tmp_path).rows_text.endswith("of fewer images")
 
 
-def test_widths_are_counted_where_classes_come_and_go(tmp_path: Path) -> None:
-    """3 channels for two classes, 9 at the end of four, 4 at the end of three; no number without such a task."""
+def test_width_gained_and_given_back_when_classes_change(tmp_path: Path) -> None:
+    """3 channels with two classes, 9 with four, then 4 with three; NaN without such a task."""
     group = {"channels": "layer", "full_width": 9, "widths": [2, 3, 8, 9, 7, 4]}
     run = open_run(write_run(tmp_path / "run", stage_epochs=[1] * 6, groups={"layer": group}))
     changes = [QUANTITIES[name][0] for name in ("width_gained", "width_given_back")]

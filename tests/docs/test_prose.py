@@ -1,4 +1,4 @@
-"""Docstrings, comments, messages and pages are plain English: no riddles, and words that need no second reading."""
+"""Docstrings, comments, messages and pages are plain English, without listed words."""
 
 import ast
 import json
@@ -17,12 +17,12 @@ WORDS = re.compile(
     r"|of (one's|your) own)\b",
     re.IGNORECASE,
 )
-# Verdicts of statements ("holds") and words of the papers themselves stand in these.
+# Pages with verdicts ("holds") and quotations of papers.
 GENERATED = {*(DOCS / "papers").glob("*.md"), DOCS / "changelog.md"}
 
 
 def prose_of_code(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Line, text and "is a docstring" of the docstrings, comments and sentences of a module."""
+    """Yield (line, text, True for a docstring) of docstrings, comments and sentences of a module."""
     tree = ast.parse(source)
     docstrings = {
         id(node.body[0].value)
@@ -38,18 +38,23 @@ def prose_of_code(source: str) -> Iterator[tuple[int, str, bool]]:
             yield line, comment[1], False
 
 
+def markdown_of(page: Path) -> str:
+    """Text of a Markdown file, or of a notebook's Markdown cells."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
 def prose_of_page(path: Path) -> str:
-    """The words of a page of Markdown or a notebook, without code, addresses and HTML."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    text = re.sub(r"^( *)```.*?^\1```|<!--.*?-->", "", text, flags=re.M | re.S)
+    """Words of a page or notebook, without code, addresses and HTML."""
+    text = re.sub(r"^( *)```.*?^\1```|<!--.*?-->", "", markdown_of(path), flags=re.M | re.S)
     return re.sub(r"`[^`]*`|\]\([^)]*\)|\$[^$]*\$|<[^>]*>", " ", text)
 
 
 def hits(text: str, docstring: bool = False) -> list[str]:
-    """The riddle that a docstring begins with, and listed words, quoted code aside."""
+    """Listed words in a text, and the question word that a docstring begins with; code in backticks is ignored."""
     text = " ".join(re.sub(r"`[^`]*`", "", text).split())
     riddle = RIDDLE.match(text) if docstring else None
     return [match.group() for match in (riddle, *WORDS.finditer(text)) if match]

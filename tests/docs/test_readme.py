@@ -1,4 +1,4 @@
-"""Every command and example of the README and the guide runs as it is written there, on small settings."""
+"""Commands and examples of the README and the guide run as written, with small settings."""
 
 import ast
 import builtins
@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import growlab.lab.analysis.__main__
 import growlab.lab.analysis.dashboard
 import growlab.recipes.papers.paper_table
 from growlab.lab.cli.commands import COMMANDS
-from tests.command_line import ROOT, CommandLine
+from tests.command_line import ROOT, CommandLine, new_process
 from tests.runs.test_experiment import fake_images  # noqa: F401  (a fixture)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,7 +26,7 @@ TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 PAGES = [page.read_text(encoding="utf-8") for page in sorted(GUIDE.glob("*.md"))]
 PYTHON = ".venv/bin/python -m "
 BLOCKS = [block for text in (README, *PAGES) for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)]
-# The guide calls commands by the installed name.
+# Modules of commands.
 _COMMANDS = {
     "table": "growlab.lab.analysis",
     "widths": "growlab.widths",
@@ -37,7 +36,7 @@ _COMMANDS = {
 
 
 def _called(line: str) -> str:
-    """The line as a call of a module where no other program starts it, and it asks for no devices."""
+    """Rewrite `growlab COMMAND` as a call of the module, unless it uses several devices or a launcher."""
     program, _, rest = line.partition(" ")
     if program != "growlab" or "trainer=" in rest or "hydra/" in rest:
         return line
@@ -53,9 +52,9 @@ _WRITTEN = [
     for line in block.replace("\\\n", " ").splitlines()
     if line and not line.startswith("#")
 ]
-# Lines of several pages run once.
+# Without repeated lines.
 LINES = list(dict.fromkeys(_WRITTEN))
-# Started by other programs, or by the name of the installed script.
+# Programs that are not started here: only their configuration is tested.
 LAUNCHERS = ("torchrun", "srun", "growlab", ".venv/bin/growlab")
 TRAINING = [line for line in LINES if line.startswith(f"{PYTHON}growlab ")] + [
     line for line in LINES if line == f"{PYTHON}growlab"
@@ -70,7 +69,7 @@ SMALL = (
     *("data.limit_train=64", "data.limit_test=20", "data.batch_size=32", "trainer.accelerator=cpu"),
     *("schedule.epochs=[1,1]", "schedule.widths=[0.25,1]"),
 )
-# Importing any of these fails, as on a machine without them.
+# Lets imports of these packages fail.
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'pytorch_lightning', 'hydra', 'omegaconf')))\n"
 FACTORY = """
 from torch import nn
@@ -84,7 +83,7 @@ def factory(image_shape=(3, 32, 32), num_classes=10):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the commands are called from, with a package of the user's."""
+    """Working directory with a user's package."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "package").mkdir()
     (folder / "package" / "__init__.py").touch()
@@ -92,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_line_of_a_plain_block_is_a_command_that_is_tested() -> None:
+def test_every_command_is_tested() -> None:
     assert len(LINES) > 15
     for line in LINES:
         words = line.split()
@@ -101,7 +100,7 @@ def test_every_line_of_a_plain_block_is_a_command_that_is_tested() -> None:
 
 
 def test_a_command_has_one_spelling() -> None:
-    # Those of the papers are made from the registry, which says what started a run.
+    # Generated pages of papers quote recorded commands.
     pages = [page for page in DOCS.rglob("*.md") if page.parent.name != "papers"]
     for page in [ROOT / "README.md", *pages]:
         modules = re.findall(r"python -m growlab\.(\w+)", page.read_text(encoding="utf-8"))
@@ -109,15 +108,15 @@ def test_a_command_has_one_spelling() -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make")])
-def test_targets_of_make_are_there(line: str) -> None:
+def test_targets_of_make_exist(line: str) -> None:
     outcome = subprocess.run([*line.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0 and ".venv/bin/python" in outcome.stdout
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith(LAUNCHERS)])
-def test_what_several_devices_run_is_a_configuration(line: str, cli: CommandLine, tmp_path: Path) -> None:
+def test_configurations_for_several_devices_compose(line: str, cli: CommandLine, tmp_path: Path) -> None:
     *_, after = line.partition("growlab ")
-    # What spans a range is for a sweeper.
+    # Without ranges for a sweeper.
     arguments = [word for word in shlex.split(after) if word != "-m" and not word.startswith("hydra/")]
     arguments = [word for word in arguments if "(" not in word]
     outcome = cli(*arguments, "--cfg", "job", cwd=tmp_path)
@@ -126,14 +125,14 @@ def test_what_several_devices_run_is_a_configuration(line: str, cli: CommandLine
 
 @pytest.fixture(scope="module")
 def trained(cli: CommandLine, folder: Path) -> Path:
-    """The folder after three runs, which other commands resume or compare."""
+    """Working directory after three runs, for commands that resume or compare runs."""
     for more in (["method=fixed_size"], [], ["growth=net2net"]):
         assert cli(*SMALL, *more, cwd=folder).code == 0
     return folder
 
 
 def shortened(arguments: list[str]) -> list[str]:
-    """A sweep's arguments with the first value of every setting, and two of the first one with several."""
+    """Shorten a sweep to two values of the first swept setting and one of the others."""
     found, swept = [], False
     for word in arguments:
         name, _, values = word.partition("=")
@@ -159,14 +158,14 @@ def test_trainings_run_as_written(
         return
     small = list(SMALL)
     if any("isotropic" in argument for argument in arguments):
-        # Their widths follow demand, not a list; as many epochs as are needed to see it.
+        # Without lists of widths, which these methods choose.
         small = ["schedule.total_epochs=2", "trainer.accelerator=cpu"]
     if any("cifar10" in argument for argument in arguments):
-        # Twenty images: two steps an epoch, as on the digits.
+        # Twenty images: two steps per epoch.
         small = ["data.batch_size=10" if one == "data.batch_size=32" else one for one in small]
         small += [f"data.root={fake_images}", "data.download=false", "data.limit_train=null", "data.limit_test=null"]
     if "model=custom" in arguments:
-        # Not among the runs on digits, which the README compares.
+        # Not in the folder of runs that the README compares.
         small.append("hydra.run.dir=runs/own/run")
     if "ckpt_path=last" in arguments:
         trained = tmp_path
@@ -186,35 +185,31 @@ def test_tools_run_as_written(
     assert capsys.readouterr().out
 
 
-# README's examples, and what each prints: a block of Python, then one of text.
+# Examples of the README and their output: a block of Python, then one of text.
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$.*?^```text\n(.*?)^```$", README, re.M | re.S)
 
 
 def without_rounding(text: str) -> str:
-    """Text without what differs from machine to machine: rounding errors, accuracies."""
+    """Replace rounding errors and accuracies, which differ between machines."""
     return re.sub(r"\d+e-\d+|\d+%", "#", text)
 
 
 @pytest.mark.parametrize("program, printed", EXAMPLES, ids=["lightning", "own_loop"])
-def test_an_example_prints_what_the_readme_says(program: str, printed: str, tmp_path: Path) -> None:
+def test_an_example_prints_the_stated_output(program: str, printed: str, tmp_path: Path) -> None:
     if "lightning" not in program:
         program = BLOCKED + program.replace("256", "64")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(("growth", "test acc"))]
+    done = new_process("-c", program, cwd=tmp_path)
+    assert done.code == 0, done.err
+    lines = [line for line in (done.err + done.out).splitlines() if line.startswith(("growth", "test acc"))]
     assert without_rounding("\n".join(lines)) == without_rounding(printed.strip())
-    found, said = ([int(one) for one in re.findall(r"accuracy (\d+)%", text)] for text in (done.stdout, printed))
-    # Seeded: what differs is the machine's arithmetic.
+    found, said = ([int(one) for one in re.findall(r"accuracy (\d+)%", text)] for text in (done.out, printed))
+    # Accuracies differ by the machine's arithmetic.
     assert all(abs(one - other) <= 2 for one, other in zip(found, said, strict=True))
-    assert all(float(error) < 1e-5 for error in re.findall(r"error (\S+)", done.stderr))
+    assert all(float(error) < 1e-5 for error in re.findall(r"error (\S+)", done.err))
 
 
 def _unbound(page: Path) -> set[str]:
-    """Names that the page's blocks of Python use and do not make."""
+    """Names that a page's blocks of Python use without defining them."""
     bound, unbound = set(dir(builtins)), set()
     for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
         tree = ast.parse(block)
@@ -233,35 +228,35 @@ def _unbound(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
-def test_a_block_imports_what_it_uses(page: Path) -> None:
-    """What is the reader's own (a network, a loader) is all that a block may leave open."""
+def test_blocks_define_or_import_their_names(page: Path) -> None:
+    """Except for the reader's network and data."""
     assert _unbound(page) <= {"MyNetwork", "my_loader", "my_validation_loader", "loader", "network", "x"}
 
 
-def test_the_targets_of_make_are_listed_within_eighty_columns() -> None:
-    # As from a terminal, where `make test` runs the tests too.
+def test_make_help_lists_all_targets_within_eighty_columns() -> None:
+    # Without the variables of a surrounding `make test`.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(["make", "help"], cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
     listed = done.stdout
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^([a-z-]+):.*?## (.*)$", makefile, re.M))
+    described = dict(re.findall(r"^([a-z-]+):.*?## (.*)$", makefile, re.M))
     assert max(map(len, listed.splitlines())) <= 80
-    assert listed.split() == [word for name, does in told.items() for word in ("make", name, *does.split())]
+    assert listed.split() == [word for name, does in described.items() for word in ("make", name, *does.split())]
 
 
-def test_no_folder_hides_a_target_of_make() -> None:
+def test_targets_of_make_are_phony() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.M)
     assert set(re.findall(r"^([a-z-]+):.*## ", makefile, re.M)) == set(phony.split())
 
 
-def test_it_asks_for_as_much_disk_as_make_says_that_it_takes() -> None:
+def test_the_readme_and_the_makefile_state_the_same_disk_space() -> None:
     """6.4 GiB after `make run`, half of it libraries of CUDA: 7 GB."""
-    told = re.findall(r"about (\d+) GB", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    assert told == re.findall(r"(\d+) GB of disk", README) == ["7"]
+    stated = re.findall(r"about (\d+) GB", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert stated == re.findall(r"(\d+) GB of disk", README) == ["7"]
 
 
-def test_what_is_to_go_on_after_an_interruption_is_a_run_started_above() -> None:
+def test_the_resumed_command_is_one_of_those_above() -> None:
     block = next(text for _, text in BLOCKS if "ckpt_path=last" in text)
     lines = [line.partition("#")[0].split() for line in block.splitlines()]
     at = next(number for number, line in enumerate(lines) if "ckpt_path=last" in line)
@@ -269,13 +264,12 @@ def test_what_is_to_go_on_after_an_interruption_is_a_run_started_above() -> None
     assert len(resumed) > 1 and resumed in lines[:at]
 
 
-def test_pictures_and_files_that_it_names_are_there() -> None:
+def test_linked_files_exist() -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), f"the README links to {target}, which is not there"
+        assert (ROOT / target).exists(), f"the README links to {target}, which does not exist"
 
 
-def test_settings_that_it_names_are_there() -> None:
-    """Choices of the table of groups: each is a file of that group."""
+def test_options_in_the_table_of_groups_exist() -> None:
     page = (GUIDE / "experiments.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(model|data|growth|lr_adapt|schedule|optimizer)` \| (.*) \|$", page, re.M)
     assert len(rows) == 6
@@ -286,6 +280,6 @@ def test_settings_that_it_names_are_there() -> None:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorial_runs_as_written_from_top_to_bottom(page: Path, cli: CommandLine, tmp_path: Path) -> None:
+def test_tutorials_run_as_written(page: Path, cli: CommandLine, tmp_path: Path) -> None:
     program = "".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S))
     cli.done(cwd=tmp_path, program=program)

@@ -1,4 +1,4 @@
-"""The API reference builds with every link and name resolved, and leaves out no package."""
+"""The documentation builds with all links resolved and has an entry for each public name."""
 
 import ast
 import importlib
@@ -16,12 +16,12 @@ from tests.command_line import ROOT
 PAGES = ROOT / "notebooks" / "docs" / "pages"
 PACKAGES = ("widths", "growth", "optim", "widen", "plan", "training", "networks", "data", "analysis")
 LAB = {page: f"lab.{page}" for page in ("training", "networks", "data", "analysis")}
-# What has no page of its own stands on the engine's.
+# Packages on the engine's page.
 ENGINE = ("grower", "grower.triggers", "parts", "frontends.lightning", "frontends.transformers")
-# What a loop does not call: the package's own callers do.
+# Methods that only growlab calls.
 INTERNAL = {"Grower.restore_full_width", "Grower.reattach_hooks", "Grower.resize_for_loading", "Grower.__reduce__"}
 
-# Words that users search for, by the page that answers.
+# Words that users search for, by page.
 SEARCHED = {
     "guide/optimizers/": ("optimizer state",),
     "guide/devices/": ("DDP", "multiple GPUs", "out of memory"),
@@ -57,10 +57,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("page", "package"), [*zip(PACKAGES, PACKAGES, strict=True), *(("engine", package) for package in ENGINE)]
 )
 def test_every_public_name_has_an_entry(site: Path, page: str, package: str) -> None:
-    """At its name in the package, or at the place of its definition where a module of the same name hides it."""
+    """By its name in the package, or of its definition if a module has the same name."""
     module = importlib.import_module(f"growlab.{LAB.get(package, package)}")
     found = set(re.findall(r'id="([\w.]+)"', (site / page / "index.html").read_text()))
-    aliases = {"Inheritance", "Widths"}  # of a type: no object of its own
+    aliases = {"Inheritance", "Widths"}  # of types, without an entry
     objects = {name: getattr(module, name) for name in getattr(module, "__all__", ["Growth"])}
     missing = {
         name
@@ -71,23 +71,23 @@ def test_every_public_name_has_an_entry(site: Path, page: str, package: str) -> 
     assert not missing
 
 
-def test_the_engine_lists_what_a_loop_calls(site: Path) -> None:
+def test_the_engine_lists_methods_for_loops_first(site: Path) -> None:
     found = re.findall(r'id="growlab\.grower\.(Grower\.\w+)"', (site / "engine" / "index.html").read_text())
     assert found[:3] == ["Grower.follow", "Grower.provide", "Grower.step"] and not INTERNAL & set(found)
 
 
-def test_methods_come_in_the_order_of_interest(site: Path) -> None:
+def test_growth_methods_are_in_the_order_of_the_module(site: Path) -> None:
     found = re.findall(r'id="growlab\.growth\.(\w+)"', (site / "growth" / "index.html").read_text())
     assert found[:2] == ["GrowthMethod", "VarianceTransfer"]
 
 
-def test_examples_are_shown_as_code_and_no_reference_stays_literal(site: Path) -> None:
+def test_examples_are_code_and_references_are_links(site: Path) -> None:
     for page in site.rglob("index.html"):
         text = page.read_text()
         assert "<blockquote>\n<blockquote>" not in text and "][growlab." not in text, page
 
 
-def test_links_between_results_and_pages_lead_somewhere(site: Path) -> None:
+def test_links_between_results_and_pages_exist(site: Path) -> None:
     assert 'href="../papers/"' in (site / "results" / "index.html").read_text()
     page = (site / "guide" / "measured" / "index.html").read_text()
     linked = re.findall(r'href="(\.\./\.\./results/[^"]*\.json)"', page)
@@ -97,23 +97,23 @@ def test_links_between_results_and_pages_lead_somewhere(site: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "without"), [("papers/yuan", 1), ("gallery", 1), ("results/matrix/transformers", 2), ("guide/measured", 0)]
 )
-def test_wide_tables_have_the_width_of_columns_that_say_nothing(site: Path, page: str, without: int) -> None:
+def test_pages_with_wide_tables_hide_side_columns(site: Path, page: str, without: int) -> None:
     text = (site / page / "index.html").read_text()
     assert len(re.findall(r'data-md-type="(?:navigation|toc)" hidden', text)) == without
 
 
-def test_the_example_is_the_readmes(site: Path) -> None:
+def test_the_example_is_that_of_the_readme(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "own_loop" / "index.html").read_text())
     assert "trigger={0: 0.25, 2: 0.5, 4: 1.0}" in text
 
 
-def test_a_search_finds_guides_before_the_api(site: Path) -> None:
+def test_search_ranks_guides_above_the_api(site: Path) -> None:
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     boosts = {one["location"].partition("#")[0]: one.get("boost", 1.0) for one in sections}
     assert boosts["guide/networks/"] == boosts["notebooks/01_your_network/"] > boosts["widths/"] > boosts["papers/"]
 
 
-def test_what_users_search_for_is_in_a_title_of_the_page_that_answers(site: Path) -> None:
+def test_words_that_users_search_for_are_in_titles(site: Path) -> None:
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     titles = {one["location"]: one["title"].lower() for one in sections}
     for page, words in ((page, one) for page, several in SEARCHED.items() for one in several):
@@ -129,7 +129,7 @@ def test_every_notebook_is_a_page(site: Path) -> None:
         assert f"{title}</h1>" in re.sub(r"<a [^>]*>[^<]*</a>", "", page) and f"{path.stem}_0.png" in page
 
 
-# mkdocstrings takes "weight, bias: names" for an entry "weight," of the type "bias".
+# mkdocstrings parses "weight, bias: names" as an entry "weight," of the type "bias".
 _SEVERAL = re.compile(r"^ +\w+(, \w+)+: ", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Sentences with numbers are those that the rows of their own folders give: see `tests/docs/stated.py`."""
+"""Sentences with numbers equal those computed from runs (`tests/docs/stated.py`)."""
 
 import re
 from pathlib import Path
@@ -10,30 +10,30 @@ from tests.docs import blind, blind_fifth, blind_fourth, blind_second, blind_thi
 from tests.docs.stated import ISOTROPIC, MEASURED, README, ROWS, Stated, plain, stated
 from tests.docs.stated_rows import more
 from tests.docs.test_numbers import COSTS, PAGES, prose
+from tests.docs.test_prose import markdown_of
 
 ROUNDS = (blind, blind_second, blind_third, blind_fourth, blind_fifth)
 STATED = [*stated(), *more(), *(one for of_round in ROUNDS for one in of_round.stated())]
 
 
 def text_of(page: str) -> str:
-    path = ROOT / page
-    return plain(prose(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8"))
+    return plain(markdown_of(ROOT / page))
 
 
 @pytest.mark.parametrize("one", STATED, ids=lambda one: f"{one.page.rpartition('/')[2]}: {one.template[:40]}")
-def test_a_sentence_has_the_numbers_of_its_rows(one: Stated) -> None:
+def test_a_sentence_has_the_numbers_of_its_runs(one: Stated) -> None:
     assert one.text in text_of(one.page), f"{one.page} has no {one.text!r}"
 
 
-# What is looked at on every page: numbers with a point or an exponent, and whole ones in front of a unit.
+# Results to find on every page: numbers with a point or an exponent, and integers with a unit.
 RESULT = re.compile(
     r"(?<![\w.,/=^])[−-]?(?:\d+\.\d+(?:e-?\d+)?|\d+e-?\d+|\d+(?= (?:%|points?|s\b|bits|times|neurons|BLEU)))"
     r"(?![\w`]|\.\d|,\d)"
 )
-# Accuracies, BLEU and costs in percent, which have to be stated in code too.
+# Accuracies, BLEU and costs in percent, which are found in code too.
 PERCENT = re.compile(r"(?<![\d.,])\d\d\.\d\d(?![\d.])")
 CHANGES = "CHANGELOG.md"
-# Numbers that are no results of rows: budgets, rates, thresholds, sizes of data and packages, sections and versions.
+# Other numbers: budgets, rates, thresholds, sizes of data and packages, sections and versions.
 SETTINGS = {
     README: {"3.11", "2.0"},
     ROWS: {
@@ -59,7 +59,7 @@ SETTINGS = {
 
 
 def left_over(page: str, text: str) -> set[str]:
-    """Numbers of a page's text that no stated sentence holds, outside of code and of tables made as a whole."""
+    """Results in a page's text that are in no stated sentence, generated table or code."""
     text = re.sub(r"<!-- results -->.*<!-- /results -->", "", COSTS.sub("", text), flags=re.S)
     text = plain(text)
     for one in STATED:
@@ -70,20 +70,20 @@ def left_over(page: str, text: str) -> set[str]:
 
 
 def _with_unit(text: str, match: re.Match[str]) -> str:
-    """A whole number with the unit behind it; one with a point by itself."""
+    """Return an integer with its unit, other numbers without."""
     if not match[0].strip("-−").isdigit():
         return match[0]
     return f"{match[0]} {re.match(r'%|[a-zA-Z]+', text[match.end() + 1 :])[0]}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / CHANGES], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_no_result_stands_by_itself(page: Path) -> None:
-    """A new one is to be added to `tests/docs/stated.py` or `stated_rows.py`, with the folder that it comes from."""
+def test_all_results_are_in_stated_sentences(page: Path) -> None:
+    """Add new sentences to `tests/docs/stated.py` or `stated_rows.py`."""
     name, text = page.relative_to(ROOT).as_posix(), prose(page)
     assert left_over(name, text) <= SETTINGS.get(name, set())
 
 
-def test_a_result_that_no_sentence_holds_is_found() -> None:
+def test_results_outside_of_stated_sentences_are_found() -> None:
     text = "It has 75.1 % (at 0.2), 3 points more, within 2e-6 in `lr=0.3`; 14 times. ```\n0.7 %, 81.85\n```"
     assert left_over(MEASURED, text) == {"75.1", "0.2", "3 points", "2e-6", "14 times", "81.85"}
 
@@ -102,7 +102,7 @@ def test_a_result_that_no_sentence_holds_is_found() -> None:
         (ROWS, "all sixteen by 0.04", "all sixteen by 0.36"),
     ],
 )
-def test_a_number_of_another_folder_is_noticed(page: str, right: str, wrong: str) -> None:
+def test_a_wrong_number_is_found(page: str, right: str, wrong: str) -> None:
     text = text_of(page)
     assert text.count(right) == 1
     broken = text.replace(right, wrong)

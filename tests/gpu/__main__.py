@@ -1,4 +1,4 @@
-"""Steps of `tests/gpu/run.sh`, each a process with a time limit whose result is written as soon as it ends."""
+"""Steps of `tests/gpu/run.sh`: processes with time limits, whose results are written as soon as they end."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from growlab.base.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "tests/gpu/test_engine.py"
-# Named one by one: collecting the whole tree needs more packages than such a machine has.
+# Files with GPU tests: collecting all tests needs more packages.
 OTHERS = (
     "tests/gpu/test_cuda_graphs.py",
     "tests/unit/optim/test_gpu.py",
@@ -27,7 +27,7 @@ OTHERS = (
     "tests/lab/training/test_batch_sizes.py",
     "tests/runs/test_process_sweeps.py",
 )
-# On a CPU, comparing with a CPU is comparing a run with itself.
+# Without comparisons to a CPU, which are trivial on a CPU.
 FEW = "ours or gradmax or averages or compiled or checkpoints or recurrent"
 
 
@@ -41,12 +41,12 @@ class Step:
 
 
 def steps(device: str, small: bool, out: Path) -> list[Step]:
-    """All steps, in the order in which their results matter: 480 seconds together without "rows", see `main`."""
+    """All steps, the most important first; 480 seconds in total without "rows"."""
     size = ("--small",) * small
     pytest = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
     pytest = (*pytest, "--continue-on-collection-errors")
     few = ("-k", FEW) if small else ()
-    # Those that need a device are collected without one.
+    # Without a device these tests are only collected.
     others = ("--collect-only",) if device == "cpu" else ()
     where = ("--device", device, *size, "--write")
     measures = "event,optimizer" if small else "event,callback,optimizer,loop,trace"
@@ -62,7 +62,7 @@ def steps(device: str, small: bool, out: Path) -> list[Step]:
 
 
 def run(step: Step, out: Path) -> dict[str, object]:
-    """Run a step; its exit code, seconds and last lines. It gets a process group, which ends with it."""
+    """Run a step in a process group, kill the group, and return exit code, seconds and last lines."""
     began, log = time.perf_counter(), out / f"{step.name}.log"
     with log.open("w") as output:
         command, streams = [sys.executable, "-m", *step.command], {"stdout": output, "stderr": subprocess.STDOUT}
@@ -71,7 +71,7 @@ def run(step: Step, out: Path) -> dict[str, object]:
             code: int | str = process.wait(timeout=step.limit)
         except subprocess.TimeoutExpired:
             code = f"ended after {step.limit} s"
-            # pytest then tells what it has found.
+            # pytest prints its results when interrupted.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
@@ -84,7 +84,7 @@ def run(step: Step, out: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the steps and write what became of them."""
+    """Run the steps and write a summary."""
     parser = argparse.ArgumentParser(prog="tests/gpu/run.sh", description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--small", action="store_true", help="tiny networks and few seconds")
@@ -102,9 +102,9 @@ def main() -> None:
     summary = {"device": card, "torch": torch.__version__, "cuda": torch.version.cuda, "steps": done}
     summary |= {"python": sys.version.split()[0], "small": given.small}
     for step in steps(given.device, given.small, out):
-        # A CPU that others share may be slow.
+        # CPUs are slower.
         step.limit *= 3 if given.device == "cpu" else 1
-        # It fills a lent machine's time by itself.
+        # By default without "rows", which takes the whole time of a borrowed machine.
         if step.name not in given.steps.split(",") if given.steps else step.name == "rows" and not given.small:
             continue
         done[step.name] = found = run(step, out)

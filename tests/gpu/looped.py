@@ -1,4 +1,4 @@
-"""A decoder that runs its blocks several times over with the same weights: tests/gpu/rows.py."""
+"""Decoder that applies its blocks repeatedly with the same weights, for tests/gpu/rows.py."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from growlab.lab.networks import CausalTransformer
 
 
 class Looped(CausalTransformer):
-    """A `CausalTransformer` whose blocks are run `repeats` times, one after the other."""
+    """`CausalTransformer` that applies the sequence of blocks `repeats` times."""
 
     def __init__(self, *args: Any, repeats: int = 4, **settings: Any) -> None:
         super().__init__(*args, **settings)

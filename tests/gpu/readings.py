@@ -1,7 +1,7 @@
-"""Other readings of Yuan et al. (2023) than growlab's, which `tests.gpu.rows` trains beside it.
+"""Alternative interpretations of Yuan et al. (2023), whose code is not published.
 
-The paper has no code. Each class changes one rule of `growth=ours lr_adapt=stagewise_norm`, and is named in a
-configuration, for instance `optimizer._target_=tests.gpu.readings.PerElement`.
+Each class changes one rule of `growth=ours lr_adapt=stagewise_norm`; choose it in a configuration, for instance by
+`optimizer._target_=tests.gpu.readings.PerElement`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from growlab.optim import SGD
 
 
 class PerElement(SGD):
-    """Norms per element, `||W_k|| / sqrt(n_k)`: a region's rate does not depend on its number n_k of elements."""
+    """Norms per element, `||W_k|| / sqrt(n_k)`, with the number n_k of a region's elements."""
 
     def _squares(self, params: Sequence[Tensor]) -> Tensor:
         if (counts_PK := self._kept.get(params[0])) is None:
@@ -29,7 +29,7 @@ class PerElement(SGD):
 
 
 class InitialNorm(SGD):
-    """`||W_0||` as drawn: the root of 2 rows in hidden layers, of rows / C_0 in the last one, by expectation."""
+    """Expected initial `||W_0||`: sqrt(2 rows) in hidden layers, sqrt(rows / C_0) in the last one."""
 
     def _squares(self, params: Sequence[Tensor]) -> Tensor:
         if (first_P1 := self._kept.get(params[0])) is None:
@@ -41,7 +41,7 @@ class InitialNorm(SGD):
 
 
 class DecayAtBaseRate(SGD):
-    """Weight decay at the base rate in every region: decay of w / factor enters the gradient in the place of w."""
+    """Weight decay at the base rate in every region: the gradient gets decay * w / factor."""
 
     def _step_regional(self, group: dict[str, Any], factors_PK: Tensor) -> None:
         self._decay, self._current = group["weight_decay"], factors_PK
@@ -58,7 +58,7 @@ class DecayAtBaseRate(SGD):
 
 
 class UsualOutput(VarianceTransfer):
-    """Output weights of variance 1 / C' in the place of Table 1's 1 / C'^2, old ones rescaled by sqrt(C / C')."""
+    """Output weights of variance 1 / C' instead of Table 1's 1 / C'^2; old ones are rescaled by sqrt(C / C')."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

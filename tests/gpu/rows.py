@@ -1,11 +1,10 @@
-"""Runs that a GPU makes affordable and whose rows are not kept yet, as many at a time as cores allow.
+"""Train runs that need a GPU and have no results in the repository yet, in parallel on all cores.
 
     tests/gpu/run.sh --steps rows --out FOLDER
     python -m tests.gpu.rows --only table2_short/whole_ --seeds 1 --write FOLDER/rows   # ResNet-20 at 160 epochs
 
-What ends in time lies in FOLDER/rows, by the folder in `notebooks/results` that it is to be copied to; the others begin
-again on the next machine. NVIDIA's MPS, where it is installed, lets the kernels of several processes run at once. Each
-arm on text has its own rate: the best by validation with seed 0, which is then trained with the other seeds too.
+Copy finished runs from FOLDER/rows to `notebooks/results`; the others start again on the next machine. With NVIDIA's
+MPS, kernels of several processes run concurrently. Each arm on text uses its best rate by validation with seed 0.
 """
 
 import argparse
@@ -33,19 +32,19 @@ LOOPED = "model=gpt model._target_=tests.gpu.looped.Looped model.num_layers=2 " 
 )  # fmt: skip
 THREE = f"{SIZES}=null schedule.num_stages=3 schedule.initial_fraction=0.3 schedule.epoch_growth_rate=0"
 TEXT = "llama_text_inputs"
-# Passes of the full Llama over the text, and epochs in a pass: thirty in each budget.
+# Passes of the full Llama over the text, and epochs per pass: thirty epochs in each budget.
 BUDGETS = {0.03: 1000, 0.1: 300, 0.3: 100}
-# FLOPs of a token of the full Llama, by those of the same with windows of 32 tokens and of one with a layer of six; and
-# of the two shared blocks run four times, by those run twice.
+# FLOPs per token of the full Llama relative to windows of 32 tokens and to one layer of six; of two shared blocks that
+# are applied four times relative to twice.
 SHORTER, SHALLOWER, FEWER = 1.0973, 3.3554, 1.7576
-# What all runs of a folder have in common.
+# Common settings of a folder's runs.
 COMMON = {
     "resnet20_cifar10_inputs": "experiment=papers/frontier_resnet20 optimizer.lr=0.1 trainer.precision=bf16-mixed",
     "testbed_cifar10_depth": "experiment=papers/frontier_testbed schedule.budget=17",
     "table2_short": "experiment=papers/table2_short",
     TEXT: "experiment=papers/frontier_llama_text data.validation_fraction=0.003 data.batch_size=16",
 }
-# Settings by folder and name, each of several seeds, in the order of what they decide. Kept rows have their command.
+# Settings by folder and name, the most important first.
 ARMS = {
     "resnet20_cifar10_inputs/blocks2_24": f"schedule.budget=27.3115 {TWO_BLOCKS} method=fixed_size data.image_size=24",
     "resnet20_cifar10_inputs/grown_16_24_32": (
@@ -67,7 +66,7 @@ ARMS = {
     "table2_short/whole_vt_cost": f"method=growing_vt {WHOLE} {CLOCK}",
     "table2_short/whole_net2net": f"method=net2net {WHOLE}",
 }
-# Arms on text: settings, and how many passes cost what one of the full network does.
+# Arms on text: settings, and the number of passes that cost as much as one of the full network.
 ON_TEXT = {
     "full": ("method=fixed_size", 1.0),
     "smaller": (ONE_LAYER, SHALLOWER),
@@ -86,7 +85,7 @@ ARMS |= {
     for budget, epochs in BUDGETS.items()
     for name, (given, passes) in ON_TEXT.items()
 }
-# Runs that failed with CUDA graphs, by what they have in common.
+# Common settings of runs that failed with CUDA graphs.
 WITHOUT_GRAPHS: set[str] = set()
 SMALL = (
     "data.name=digits",
@@ -98,7 +97,7 @@ SMALL = (
 
 
 def command(name: str, seed: int, rate: float | None, folder: Path, device: str, data: Path) -> list[str]:
-    """The command line of a run."""
+    """Command line of a run."""
     common, text = COMMON[name.partition("/")[0]], name.startswith(TEXT)
     given = [common, ARMS[name], f"seed={seed} num_threads=1 logger=csv ckpt_path=null"]
     given += [] if rate is None else [f"optimizer.lr={rate:g}"]
@@ -112,7 +111,7 @@ def command(name: str, seed: int, rate: float | None, folder: Path, device: str,
 
 
 def searched(name: str, seeds: list[int], *where: Any) -> None:
-    """Train one that needs a rate of its own: at twice and half the best one so far, until both are worse."""
+    """Find the best rate of an arm with seed 0, by factors of 2, and train all seeds with it."""
 
     def error(rate: float) -> float:
         found = [folder / "results.json" for folder in trained(name, 0, *where, rate=rate)]
@@ -122,10 +121,10 @@ def searched(name: str, seeds: list[int], *where: Any) -> None:
     errors = {0.004: error(0.004)}
     while True:
         best = min(errors, key=lambda rate: errors[rate])
-        beside = [rate for rate in (best / 2, best * 2) if rate not in errors]
-        if not beside or math.isinf(errors[best]):
+        neighbours = [rate for rate in (best / 2, best * 2) if rate not in errors]
+        if not neighbours or math.isinf(errors[best]):
             break
-        errors |= {rate: error(rate) for rate in beside}
+        errors |= {rate: error(rate) for rate in neighbours}
     for seed in seeds:
         trained(name, seed, *where, rate=best)
 
@@ -133,10 +132,10 @@ def searched(name: str, seeds: list[int], *where: Any) -> None:
 def trained(
     name: str, seed: int, out: Path, device: str, data: Path, until: float, rate: float | None = None
 ) -> list[Path]:
-    """Train one, and keep what says how it went; return where that can lie."""
+    """Train a run, delete its large files, and return the folders that may contain it."""
     own = f"{name}{'' if rate is None else f'_lr{rate:g}'}_s{seed}"
     folder = out / own
-    # Kept rates that were not the best have a folder of their own.
+    # Other rates than the best are in a separate folder of the repository.
     kept = KEPT / f"{name}_s{seed}" / "results.json"
     best = rate is None or (kept.is_file() and f"optimizer.lr={rate:g} " in kept.read_text())
     places = [kept.parent if best else KEPT / own.replace("/", "_rates/", 1), folder]
@@ -153,8 +152,8 @@ def trained(
         WITHOUT_GRAPHS.add(COMMON[name.partition("/")[0]])
         shutil.rmtree(folder, ignore_errors=True)
         return trained(name, seed, out, device, data, until, rate)
-    told = [line for line in done.stdout.splitlines() if line.startswith("test ")]
-    print(own, *(told or [f"exit code {done.returncode}: {done.stderr[-300:]}"]), flush=True)
+    printed = [line for line in done.stdout.splitlines() if line.startswith("test ")]
+    print(own, *(printed or [f"exit code {done.returncode}: {done.stderr[-300:]}"]), flush=True)
     for path in folder.glob("*"):
         if path.name not in ("config.yaml", "growth.json", "metrics.csv", "results.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -162,12 +161,12 @@ def trained(
 
 
 def main() -> None:
-    """Train all that are missing until the time is over."""
+    """Train missing runs until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--write", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--only", default="", help="names begin with one of these, with commas")
+    parser.add_argument("--only", default="", help="prefixes of names, separated by commas")
     parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()
     data = Path(os.environ.get("GROWLAB_DATA", ROOT.parent / "shared/data"))
@@ -176,7 +175,7 @@ def main() -> None:
     names = [(name, seed) for name in wanted if not name.startswith(TEXT) for seed in seeds]
     texts = [name for name in wanted if name.startswith(TEXT)]
     if given.device == "cpu":
-        # One of each folder.
+        # One run of each folder.
         names = list({name.partition("/")[0]: (name, seed) for name, seed in reversed(names)}.values())
         texts = texts[:1]
     elif shutil.which("nvidia-cuda-mps-control"):

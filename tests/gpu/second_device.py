@@ -1,4 +1,4 @@
-"""A second device in the memory of the CPU, "second_device", on which mixed devices raise as they do on CUDA."""
+"""Device "second_device" in the memory of the CPU, for errors of mixed devices as on CUDA."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from torch.utils import cpp_extension
 
 @functools.cache
 def register() -> None:
-    """Build it (half a minute, once) and make it known to torch for the rest of the process."""
+    """Build the device (half a minute, once) and register it with torch."""
     source = Path(__file__).with_suffix(".cpp")
     cpp_extension.load("second_device", [str(source)], extra_cflags=["-O0", "-w"], is_python_module=False)
     torch.utils.rename_privateuse1_backend("second_device")
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def _keeping_ties(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Let `Module.to` keep parameters, and ties between them, as it does on its way to CUDA."""
+    """Let `Module.to` keep parameter objects and ties, as for CUDA."""
 
     @functools.wraps(to)
     def moved(*args: Any, **kwargs: Any) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""A Llama that torch's FSDP2 has sharded over one device grows by `Grower(shard=...)`."""
+"""Grow a Llama that is sharded by FSDP2 over one device, by `Grower(shard=...)`."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from tests.benchmarks.ratios import llama, tokens, train_step
 
 
 def main() -> None:
-    """Grow it once, train a step before and after, and write the receipt."""
+    """Grow once, with a training step before and after, and write the receipt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--write", type=Path, required=True)

@@ -1,6 +1,6 @@
-"""Growth on a CUDA device: methods, data types, hooks, compiled and recurrent networks, checkpoints from and for CPUs.
+"""Growth on a CUDA device: methods, data types, hooks, compiled and recurrent networks, checkpoints to and from CPUs.
 
-`tests/gpu/run.sh --device cpu` runs the same on a CPU.
+`tests/gpu/run.sh --device cpu` runs the tests on a CPU.
 """
 
 import copy
@@ -27,7 +27,7 @@ if DEVICE == "second_device":
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch's and CUDA's own advice is no failure here.
+    # Warnings of torch and CUDA are no errors here.
     pytest.mark.filterwarnings("default"),
 ]
 METHODS = ["ours", "pairs", "net2net", "random", "gradmax", "tiny", "firefly", "splitting", "bert2bert", "lemon"]
@@ -52,7 +52,7 @@ NETWORKS: dict[str, Callable[[], Made]] = {
     "transformer": lambda: (transformer(), tokens(8, 32)()),
     "llama": lambda: (llama(2, 64, vocab=32), tokens(8, 32)()),
 }
-# Llama's normalisation and rotary angles are computed in float32 whatever its weights are.
+# Without Llama, whose normalisation and rotary angles are always computed in float32.
 EXACT = ("resnet", "mlp", "recurrent", "transformer")
 
 
@@ -75,7 +75,7 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> flo
 def grown(
     name: str, method: str = "ours", device: str = DEVICE, dtype: torch.dtype = torch.float32, make: type = SGD, **more
 ) -> tuple[Grower, list[float]]:
-    """Two steps before an event and two after."""
+    """Train two steps before and two after an event; check the devices of all tensors."""
     network, x = made(name, device, dtype)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     grower = Grower(network, x, method=method, trigger=STAGES, anneal_steps=1, verbose=False, **more)
@@ -87,21 +87,20 @@ def grown(
         grower.step(epoch=epoch)
         losses.append(step(network, optimizer, x))
     assert len(grower.events) == 1
-    held = dict(network.state_dict())
-    # The factors of hooks are kept on the CPU in float64, which not every device has.
-    held = {key: tensor for key, tensor in held.items() if "unfinished_growth" not in key}
-    held |= {
+    # Factors of hooks are on the CPU, in float64.
+    tensors = {key: tensor for key, tensor in network.state_dict().items() if "unfinished_growth" not in key}
+    tensors |= {
         (number, key): value
         for number, state in enumerate(optimizer.state.values())
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim()
     }
-    assert {key: value.device.type for key, value in held.items() if value.device.type != device} == {}
+    assert {key: value.device.type for key, value in tensors.items() if value.device.type != device} == {}
     return grower, losses
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_grows_as_on_a_cpu(method: str) -> None:
+def test_methods_grow_as_on_a_cpu(method: str) -> None:
     name = "transformer" if method in ("bert2bert", "lemon") else "mlp"
     ours, theirs = (grown(name, method, device, torch.float64) for device in BOTH)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-9, atol=1e-12)
@@ -119,7 +118,7 @@ def test_networks_and_optimizers_train_as_on_a_cpu(name: str, make: type) -> Non
 
 @pytest.mark.parametrize("name", ["resnet", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parity_in_training_s_precision(name: str, dtype: torch.dtype) -> None:
+def test_parity_in_the_precision_of_training(name: str, dtype: torch.dtype) -> None:
     (event,) = grown(name, dtype=dtype)[0].events
     limit = 1e-4 if dtype == torch.float32 else 0.1
     assert event.parity_error_eval <= limit and event.parity_error_train <= limit
@@ -164,13 +163,13 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_grow_along(part: str) -> None:
+def test_parts_grow_with_the_network(part: str) -> None:
     grower, losses = grown("resnet", parts=[PARTS[part]()])
     assert all(map(math.isfinite, losses))
     for average in grower.copies().values():
         shapes = ({n: p.shape for n, p in each.named_parameters()} for each in (average, grower.network))
         assert next(shapes) == next(shapes)
-        # From a checkpoint that was read to the CPU too.
+        # From a checkpoint on the CPU too.
         (own,) = grower.parts
         own.load_state_dict({name: tensor.cpu() for name, tensor in own.state_dict().items()})
         assert all(tensor.device.type == DEVICE for tensor in average.parameters())
@@ -182,7 +181,7 @@ def with_positions(net: nn.Module, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("method", ["ours", "net2net"])
-def test_the_default_device_may_be_another_one(method: str) -> None:
+def test_growth_under_a_default_device(method: str) -> None:
     with torch.device(DEVICE):
         embeddings = {"tokens": nn.Embedding(9, 16), "positions": nn.Embedding(7, 16)}
         network, tokens = Around(with_positions, **embeddings, head=[16, 9]), torch.arange(14).view(2, 7) % 9

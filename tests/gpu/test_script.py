@@ -1,4 +1,4 @@
-"""`tests/gpu/run.sh` on a CPU, and growth on a device made of its memory: all but the device itself is tried."""
+"""`tests/gpu/run.sh` on a CPU, and GPU tests on a second device in the memory of the CPU."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "ratios.json").read_text())["ratios"]) > 3
 
 
-def test_a_machine_without_packages_learns_which_wheels_to_bring(tmp_path: Path) -> None:
+def test_without_packages_the_script_says_which_wheels_are_needed(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\nexit 1\n")
     bare.chmod(0o755)
@@ -39,7 +39,7 @@ def test_a_machine_without_packages_learns_which_wheels_to_bring(tmp_path: Path)
     assert done.returncode == 2 and "pip wheel" in done.stderr
 
 
-# torch gives LSTMs on such a device a kernel that only CUDA has, and inductor has none for it.
+# For such a device, torch has no LSTM kernel and inductor no backend.
 LEFT_OUT = "not recurrent and not reduce-overhead"
 
 
@@ -47,7 +47,7 @@ LEFT_OUT = "not recurrent and not reduce-overhead"
 @pytest.mark.skipif(
     shutil.which("c++") is None or shutil.which("ninja") is None, reason="needs a C++ compiler and ninja"
 )
-def test_the_gpu_s_tests_pass_on_a_second_device() -> None:
+def test_gpu_tests_pass_on_a_second_device() -> None:
     command = ["pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-k", LEFT_OUT, "tests/gpu/test_engine.py"]
     done = subprocess.run(
         [sys.executable, "-m", *command],

@@ -1,4 +1,4 @@
-"""ResNet-20 on CIFAR-10 for a fixed number of seconds: in full, smaller, and grown in depth and in images."""
+"""ResNet-20 on CIFAR-10 for a fixed number of seconds: full, smaller, grown in depth, grown in image size."""
 
 import argparse
 import io
@@ -20,13 +20,13 @@ from growlab.optim import SGD
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = ("full", "smaller", "grown in depth", "grown in images")
-# What grows is whole from this part of the time on.
+# Fraction of the time at which networks grow.
 GROWN_AT = 0.6
 BATCH = 256
 
 
 def images(split: str, limit: int) -> tuple[Tensor, Tensor]:
-    """CIFAR-10's images, uint8 [N, 3, 32, 32], and labels; random ones where it is not to be found."""
+    """Images of CIFAR-10, uint8 [N, 3, 32, 32], and labels; random ones if it is not found."""
     folders = [Path(os.environ.get("GROWLAB_DATA", "/")) / "cifar10", ROOT / "shared/data/cifar10"]
     folders.append(ROOT.parent / "shared/data/cifar10")
     try:
@@ -47,9 +47,9 @@ def images(split: str, limit: int) -> tuple[Tensor, Tensor]:
 
 
 def made(way: str, width: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A network, and the arguments with which it grows by the part of the time that is over."""
+    """Network, and arguments of `Grower` to grow it by the fraction of time."""
     channels = (width, 2 * width, 4 * width)
-    # ResNet-20 and ResNet-8; ResNet-14 where the script itself is tried.
+    # ResNet-20 and ResNet-8; ResNet-14 to test the script.
     blocks = 1 if way == "smaller" else 3 if width > 4 else 2
     network = CifarResNet(blocks, num_classes=10, channels=channels)
     late = At({0: 1.0, GROWN_AT: 1.0}, unit="cost")
@@ -61,7 +61,7 @@ def made(way: str, width: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def trained(way: str, width: int, seconds: float, seed: int, train: Any, test: Any) -> dict[str, Any]:
-    """Train for so many seconds, the rate falling to 0 over the last half, and test."""
+    """Train for a number of seconds, with a rate that falls to 0 over the last half, and test."""
     (x, y), device = train, train[0].device
     torch.manual_seed(seed)
     network, growing = made(way, width)
@@ -71,7 +71,7 @@ def trained(way: str, width: int, seconds: float, seed: int, train: Any, test: A
     grower.follow(optimizer)
     began, steps, order = time.perf_counter(), 0, torch.empty(0, dtype=torch.long)
     batch = BATCH if seconds else 8
-    # Without seconds, to try the script: eight steps.
+    # 0 seconds, to test the script: eight steps.
     while (part := (time.perf_counter() - began) / seconds if seconds else steps / 8) < 1:
         if len(order) < batch:
             order = torch.randperm(len(x), device=device)
@@ -97,7 +97,7 @@ def trained(way: str, width: int, seconds: float, seed: int, train: Any, test: A
 
 
 def augmented(x: Tensor) -> Tensor:
-    """Shift a batch by up to four pixels and mirror half of it, as one; the next batch is drawn again."""
+    """Shift and mirror a batch at random, all images alike."""
     dy, dx, mirrored = torch.randint(9, (3,)).tolist()
     x = F.pad(x, (4, 4, 4, 4))[:, :, dy : dy + 32, dx : dx + 32]
     return x.flip(3) if mirrored % 2 else x
@@ -114,7 +114,7 @@ def main() -> None:
     loaded = images("train", limit), images("test", limit)
     rows: list[dict[str, Any]] = []
     context = torch.multiprocessing.get_context("spawn")
-    # By a file: shared memory is small in many containers.
+    # Pass images by a file, since shared memory is small in many containers.
     with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
         torch.save(loaded, file := Path(folder) / "images.pt")
         for way in WAYS:
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def job(way: str, width: int, seconds: float, seed: int, file: Path, device: str) -> dict[str, Any]:
-    """A run in a process of its own."""
+    """Train in a worker process."""
     torch.set_num_threads(1)
     known = [(x.to(device), y.to(device)) for x, y in torch.load(file, weights_only=True)]
     some = known[0][0][:5000].float()

@@ -1,7 +1,6 @@
-"""Files in conf/ compose and instantiate, wrong keys and types are caught, and settings without effect are refused."""
+"""Files in conf/ compose and instantiate; wrong types and settings without effect are refused."""
 
 import copy
-from collections.abc import Iterator
 from functools import cache
 from inspect import Parameter
 from itertools import product, zip_longest
@@ -12,7 +11,7 @@ from typing import Any
 import hydra
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -22,8 +21,9 @@ from growlab.growth import make_schedule
 from growlab.lab.data import ImageData
 from growlab.lab.training.build import check_settings
 from growlab.lab.training.checks import check_effects
-from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
+from growlab.lab.training.configuration import PRIMARY, config_dir
 
+pytestmark = pytest.mark.usefixtures("hydra_started")
 CONF = config_dir()
 GROUPS = sorted({path.parent.name for path in CONF.glob("*/*.yaml")} - {"hydra"})
 OPTIONS = [
@@ -37,20 +37,13 @@ TOP = set(yaml.safe_load((CONF / "config.yaml").read_text())) - {"defaults", "hy
 TOP -= {"debug", "experiment", "method"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def hydra_started() -> Iterator[None]:
-    set_plugin_defaults()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield
-
-
 @cache
 def composed(*overrides: str) -> DictConfig:
-    """A composed configuration that nobody changes, so that several tests share it."""
+    """Compose a configuration, shared by tests: do not modify it."""
     return compose(PRIMARY, overrides=list(overrides))
 
 
-# Methods, which choose other options, alone; of the other groups but experiments one option each at once.
+# Methods, which choose other options, one by one; of other groups without experiments, one option each together.
 WHOLE = [f"{group}={name}" for group, name in OPTIONS if group == "method"]
 SINGLE = [[f"{own}={name}" for own, name in OPTIONS if own == group] for group in GROUPS if group != "experiment"]
 TOGETHER = zip_longest(*(options for options in SINGLE if options[0] not in WHOLE))
@@ -62,7 +55,7 @@ def test_every_option_composes(overrides: tuple[str, ...]) -> None:
     assert TOP - {*PARTS} <= set(composed(*overrides, "name=given")) <= TOP
 
 
-def test_growth_rates_and_optimizers_instantiate_with_the_arguments_that_their_files_give() -> None:
+def test_files_of_growth_rates_and_optimizers_instantiate() -> None:
     for group, option in OPTIONS:
         if group in ("growth", "lr_adapt", "optimizer"):
             given = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
@@ -70,19 +63,19 @@ def test_growth_rates_and_optimizers_instantiate_with_the_arguments_that_their_f
                 settings = OmegaConf.create({**given, **({"gain": 2.0} if "gain" in given else {})})
                 assert hydra.utils.instantiate(settings) is not None
             if group == "growth" and "defaults" not in given:
-                # Hydra refuses keys that a file does not have, so it has all of them.
+                # All arguments are in the file, since Hydra refuses other keys.
                 known = parameters(hydra.utils.get_class(given["_target_"]))
                 assert set(given) - {"_target_"} == {n for n, p in known.items() if p.kind is not Parameter.VAR_KEYWORD}
 
 
-# Arguments of ImageData that data=folder alone gives.
+# Arguments of ImageData that only data=folder has.
 OF_FOLDERS = {"on_error", "test_fraction"}
 DATA_SETS = [name for group, name in OPTIONS if group == "data" and name not in ("custom", "folder")]
 
 
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_a_data_set_has_every_argument_of_its_class(name: str) -> None:
-    """What a user brings is tried in tests/runs/test_own_data.py."""
+    """tests/runs/test_own_data.py tests users' data."""
     config = OmegaConf.to_container(composed(f"data={name}", "seed=7", "name=given"), resolve=True)["data"]
     data = hydra.utils.instantiate(config)
     assert data.seed == 7 and (getattr(data, "name", None) or name) == name.removesuffix("_incremental")
@@ -92,8 +85,8 @@ def test_a_data_set_has_every_argument_of_its_class(name: str) -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_an_experiment_is_complete_and_opens_with_its_purpose(experiment: str) -> None:
-    """Its source or purpose, its command and what to expect, as comments; stages that do not contradict each other."""
-    cfg = composed(f"experiment={experiment}", "name=given")  # the name is known in a run alone
+    """Comments give its command and the expected result; its lists of stages are consistent."""
+    cfg = composed(f"experiment={experiment}", "name=given")  # the name is unknown outside of a run
     assert set(cfg) == TOP
     assert OmegaConf.missing_keys(cfg) == set()
     check_settings(cfg)
@@ -110,7 +103,7 @@ def test_an_option_on_the_command_line_wins_over_the_experiment(experiment: str)
     own = composed(f"experiment={experiment}", "name=given").growth
     growth = "net2net" if own._target_.endswith(".FixedSize") else "none"
     cfg = composed(f"experiment={experiment}", f"growth={growth}", "schedule.total_epochs=7", "optimizer.lr=3")
-    # The gain is the network's rather than the method's.
+    # The gain depends on the network.
     assert cfg.growth == composed(f"growth={growth}", f"gain={cfg.gain}").growth
     assert (cfg.schedule.total_epochs, cfg.optimizer.lr) == (7, 3)
 
@@ -119,19 +112,19 @@ SWEEPS = [e for e in EXPERIMENTS if "sweeper:" in (CONF / "experiment" / f"{e}.y
 
 
 @pytest.mark.parametrize("experiment", SWEEPS)
-def test_every_job_of_a_sweep_is_an_experiment_of_its_own(experiment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All values of a preset compose, no two jobs are the same, and their folder is the same each time."""
+def test_jobs_of_a_sweep_are_all_different(experiment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values of a preset are different, and its folder does not depend on the time."""
     cfg = compose(PRIMARY, overrides=[f"experiment={experiment}", "name=given"], return_hydra_config=True)
     params = {key: str(values).split(",") for key, values in cfg.hydra.sweeper.params.items()}
     monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
-    # Of another composition in this process.
+    # Values cached from an earlier composition.
     OmegaConf.clear_cache(cfg)
     assert cfg.hydra.sweep.dir == f"runs/{experiment.removeprefix('papers/')}"
     assert 6 <= int(prod(map(len, params.values()))) <= 77
     job = composed(f"experiment={experiment}", "name=given")
     for key, values in params.items():
         if (CONF / key).is_dir():
-            # That each composes is tested above.
+            # `test_every_option_composes` composes them.
             distinct = {(CONF / key / f"{value}.yaml").read_text() for value in values}
         else:
             changed, distinct = copy.deepcopy(job), set()
@@ -141,8 +134,8 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(experiment: str, monke
         assert len(distinct) == len(values)
 
 
-def test_every_schedule_of_figure_6_is_possible_and_the_papers_own_is_among_them() -> None:
-    """Those of the sweep and of each further command in the file's head."""
+def test_schedules_of_figure_6_are_possible_and_include_the_papers() -> None:
+    """Schedules of the sweep and of the commands in the comments of the file."""
     keys = ("schedule.initial_epochs", "schedule.epoch_growth_rate", "schedule.width_growth_rate")
     cfg = compose(PRIMARY, overrides=["experiment=papers/figure6"], return_hydra_config=True)
     swept = {key: str(cfg.hydra.sweeper.params[key]) for key in keys}
@@ -172,7 +165,7 @@ def test_every_schedule_of_figure_6_is_possible_and_the_papers_own_is_among_them
         (("model=timm", "model.name=resnet50.a1_in1k"), "resnet50_a1_in1k_on_digits"),
         (("experiment=resnet20_cifar10",), "resnet20_cifar10"),
         (("experiment=papers/figure6", "model=vgg11", "data=mnist"), "figure6_with_vgg11_on_mnist"),
-        # Its own sweep is over networks.
+        # It sweeps over networks.
         (("experiment=papers/table3", "model=vgg19"), "table3"),
         (("model=mlp8", "data=mnist", "name=mine"), "mine"),
     ],

@@ -1,4 +1,4 @@
-"""What every experiment of the paper costs, without training: against its tables, the docs and its own header."""
+"""Costs of the paper's experiments, without training: published ones, the docs', those in their headers."""
 
 import re
 
@@ -25,16 +25,13 @@ PUBLISHED = {
     for one in published()
     if (one.growth, one.lr_adapt, one.optimizer) == ("ours", "stagewise_norm", "sgd") and not one.overrides
 }
-# Table 13 does not say by which schedule WRN-28-1 was grown. Its cost is the same for CIFAR-10 and CIFAR-100, which are
-# trained for 160 and 200 epochs elsewhere, so it is not the one of the other networks, which our experiment takes.
+# Table 13 does not give the schedule of WRN-28-1. It has the same cost for CIFAR-10 and CIFAR-100, unlike that of the
+# other networks (160 and 200 epochs), which our experiment uses.
 BOUNDS = {"wrn28_1_cifar10": 6}
 
 
 def stage_costs(experiment: str) -> tuple[tuple[int, ...], list[int], int]:
-    """Epochs and FLOPs per image of each stage, and FLOPs of the full network.
-
-    As the run itself works them out, but on the meta device, where nothing is computed.
-    """
+    """Epochs and FLOPs per image of each stage, and FLOPs of the full network, on the meta device."""
     cfg = composed([f"experiment={option(experiment)}"])
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
     for name in ("learning_rate", "grow_when", "batch_size", "max_memory_gib_per_device", *NOT_OF_STAGES):
@@ -76,21 +73,21 @@ def test_the_cost_is_within_three_points_of_the_published_one(experiment: str, p
     assert f"train cost {cost:.0f} % (published {percent:.2f}" in header
 
 
-def test_imagenets_epochs_are_the_published_ones() -> None:
+def test_epochs_on_imagenet_are_the_published_ones() -> None:
     for experiment in ("resnet50_imagenet", "mobilenetv1_imagenet"):
         settings = composed([f"experiment={option(experiment)}"]).schedule
         schedule = make_schedule(settings.total_epochs, 256, settings.num_stages, None, settings.initial_fraction)
         assert schedule.epochs == (4, 4, 5, 6, 8, 9, 11, 14, 29)
 
 
-def test_table_14s_cost_is_told_as_we_count_it() -> None:
-    """Data that arrive with the stages, against fixed size on the same data; OSGD passes over old data once more."""
+def test_stated_cost_of_table_14_is_by_our_count() -> None:
+    """Data arrive with the stages, also for the fixed-size network; OSGD passes over old data once more."""
     epochs, flops, full = stage_costs("table14")
     shares = [0.2 + 0.1 * stage for stage in range(9)]
     whole = full * sum(n * share for n, share in zip(epochs, shares, strict=True))
     spent = sum(n * share * cost for n, share, cost in zip(epochs, shares, flops, strict=True))
-    looking_back = sum(share * cost for share, cost in zip(shares[:-1], flops[:-1], strict=True))
-    counted = (f"{100 * spent / whole:.2f}", f"{100 * (spent + looking_back) / whole:.2f}")
+    repeated = sum(share * cost for share, cost in zip(shares[:-1], flops[:-1], strict=True))
+    counted = (f"{100 * spent / whole:.2f}", f"{100 * (spent + repeated) / whole:.2f}")
     header = (ROOT / "conf" / "experiment" / "papers" / "table14.yaml").read_text()
     assert f"train cost {counted[0]} %, with dynamic OSGD {counted[1]} % by our count" in header
     assert all(number in registry().items["table14"].claim for number in counted)

@@ -1,4 +1,4 @@
-"""Without fairseq: one sentence that says what to install. With it: Hydra's store and the log are left alone."""
+"""Without fairseq, the error says how to install it; importing it does not change Hydra's store or the log."""
 
 import copy
 import logging
@@ -18,7 +18,7 @@ def without_fairseq(monkeypatch):
     monkeypatch.setitem(sys.modules, "fairseq", None)
 
 
-def test_a_missing_extra_is_one_sentence(without_fairseq, tmp_path):
+def test_a_missing_package_is_one_line(without_fairseq, tmp_path):
     preparation = Preparation("de", "en", "none", 100, False, True, 0)
     with pytest.raises(UserError, match=r"pip install 'fairseq-fixed"):
         open_pairs(tmp_path / "missing", "iwslt14", preparation)
@@ -26,8 +26,8 @@ def test_a_missing_extra_is_one_sentence(without_fairseq, tmp_path):
         extra_module("no_such_package_of_translation")
 
 
-def test_nothing_is_left_in_hydras_store(monkeypatch):
-    """Whatever a module does on import, such as fairseq: another choice of `model`, a log of its own."""
+def test_imports_change_neither_hydras_store_nor_the_log(monkeypatch):
+    """fairseq registers a `model` option and configures logging when it is imported."""
     store = ConfigStore.instance()
     before, handlers = copy.copy(store.repo), list(logging.root.handlers)
     models = set(store.repo.get("model", {}))

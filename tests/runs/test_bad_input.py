@@ -1,4 +1,4 @@
-"""Bad input of every kind ends in exit code 2 and one sentence that names it, without a traceback or a run's files."""
+"""Invalid input ends with exit code 2 and a one-line message that names it, without a traceback or files of a run."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ import pytest
 
 from tests.command_line import CommandLine
 
-# A command line, and what its sentence has to name.
+# Command lines and parts of their messages.
 TABLE = {
     # Composing.
     "growth=netnet": "there is no growth 'netnet'; near it: net2net.",
@@ -71,7 +71,7 @@ TABLE = {
     "experiment=papers/hyperfan_mnist data=digits data.limit_train=60 model.network.width=9 growth=pairs": (
         "take the plain network as model with growth=hyperfan"
     ),
-    # Data and networks of the user.
+    # Data and networks of a user.
     "data=custom data.source._target_=mine.Odd +data.source.kind=alone model=custom model._target_=mine.Net": (
         "samples must be (inputs..., target) or a mapping with a target"
     ),
@@ -90,7 +90,7 @@ TABLE = {
     "plan plan.sise=full": "did you mean 'size'?",
     "plan plan=none": "there is no plan 'none'",
 }
-# All of them in one process, as if each were called from a shell.
+# Calls all of them in one process.
 PROGRAM = """
 import contextlib, io, json, os, sys
 from hydra.core.global_hydra import GlobalHydra
@@ -113,7 +113,7 @@ with open("ended.json", "w") as file:
 
 @pytest.fixture(scope="module")
 def ended(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """Exit code, output and messages by command line; all of them have ended when this returns."""
+    """Run all commands; return exit code, output and messages by command."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "file").touch()
     shutil.copy(Path(__file__).parents[1] / "own_data.py", folder / "mine.py")
@@ -133,5 +133,5 @@ def test_bad_input_is_one_sentence(ended: dict[str, tuple[int, str, str]], comma
     assert out == "" or command.startswith("-m ")
     last = err.splitlines()[-1]
     assert last.startswith("error: ") and last.endswith((".", "?", "!"))
-    # A sweep's reasons stand at its jobs.
+    # A sweep prints the reason at each job.
     assert TABLE[command] in (err if "-m" in command.split() else last)

@@ -1,4 +1,4 @@
-"""Callbacks of the user's own: runs that one of them ends early have a result if growth is over, and stay ended."""
+"""Runs that a user's callback stops: with results if growth is complete, and without further training if resumed."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import pytest
 from tests.command_line import CommandLine
 from tests.whole_runs import MLP, Left
 
-# It stops two epochs behind the best, which nothing is better than by so much.
+# No loss improves by 10, so a run stops `patience` epochs after the first.
 STOPPED = (*MLP, "callbacks=early_stopping", "callbacks.early_stopping.min_delta=10", "schedule.epochs=[1,1,9]")
 
 
-def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_run_that_stops_early_has_results_and_is_not_trained_further(cli: CommandLine, tmp_path: Path) -> None:
     nothing = "{_target_: lightning.pytorch.callbacks.LambdaCallback}"
     both = (f"+callbacks.mine={nothing}", f"+trainer.callbacks=[{nothing}]")
     command = (*STOPPED, *both, "callbacks.early_stopping.patience=3", "hydra.run.dir=run")
@@ -29,6 +29,6 @@ def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(cli: Comma
     assert Left.by(tmp_path / "run").differences(left) == []
 
 
-def test_before_growth_is_over_there_is_none(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_run_that_stops_before_it_is_fully_grown_fails(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*STOPPED, "callbacks.early_stopping.patience=1", "hydra.run.dir=run", cwd=tmp_path)
     assert outcome.code == 2 and "stopped after 2 of 11 epochs, before the network was fully grown" in outcome.err

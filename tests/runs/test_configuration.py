@@ -1,4 +1,4 @@
-"""Where `conf/` is found, and that the wheel carries it."""
+"""`conf/` is found and is part of the wheel."""
 
 import os
 import shutil
@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from growlab.lab.training.configuration import config_dir
+from tests.command_line import ROOT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 
-
-def test_conf_is_inside_the_package_or_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the current folder has."""
-    here, inside, beside = config_dir(), tmp_path / "growlab" / "conf", tmp_path / "conf"
-    for folder in (inside, beside):
+def test_conf_is_found_in_the_package_or_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `conf/` in the current folder is ignored."""
+    here, inside, adjacent = config_dir(), tmp_path / "growlab" / "conf", tmp_path / "conf"
+    for folder in (inside, adjacent):
         folder.mkdir(parents=True)
-    (beside / "config.yaml").touch()
-    assert config_dir(inside.parent) == beside
+    (adjacent / "config.yaml").touch()
+    assert config_dir(inside.parent) == adjacent
     (inside / "config.yaml").touch()
     assert config_dir(inside.parent) == inside
     monkeypatch.chdir(tmp_path)
@@ -28,21 +27,21 @@ def test_conf_is_inside_the_package_or_beside_it(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_conf(tmp_path: Path) -> None:
-    """Built, unpacked and run from another folder, the command line composes its own configuration."""
+def test_the_wheel_contains_conf(tmp_path: Path) -> None:
+    """Unpacked and run from another folder, it composes its own configuration."""
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
-    subprocess.run(build, cwd=CHECKOUT, check=True, capture_output=True)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = (tmp_path / "dist").glob("growlab-*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(site)
     packed = {name.removeprefix("growlab/conf/") for name in names if name.startswith("growlab/conf/")}
-    conf = CHECKOUT / "conf"
+    conf = ROOT / "conf"
     assert {path.relative_to(conf).as_posix() for path in conf.rglob("*.yaml")} <= packed
     assert not [name for name in names if name.startswith(("tests", "notebooks", "conf"))]
-    package = {f"growlab/{path.relative_to(CHECKOUT / 'growlab')}" for path in _package_files()}
+    package = {f"growlab/{path.relative_to(ROOT / 'growlab')}" for path in _package_files()}
     assert package <= set(names) and "growlab/py.typed" in package
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
@@ -60,15 +59,15 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
 
 
 def _package_files() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "growlab"], cwd=CHECKOUT, check=True, capture_output=True, text=True)
-    return [CHECKOUT / name for name in listed.stdout.splitlines()]
+    listed = subprocess.run(["git", "ls-files", "growlab"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return [ROOT / name for name in listed.stdout.splitlines()]
 
 
 @pytest.mark.slow
 def test_the_source_distribution_builds_the_same_wheel(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build"]
-    subprocess.run([*build, "-d", str(tmp_path)], cwd=CHECKOUT, check=True, capture_output=True)
+    subprocess.run([*build, "-d", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
     (source,) = tmp_path.glob("growlab-*.tar.gz")
     shutil.unpack_archive(source, tmp_path / "source", filter="data")
     (unpacked,) = (tmp_path / "source").iterdir()

@@ -1,4 +1,4 @@
-"""Whole runs that grow on demand: what they cost is what was trained, and they end at full width."""
+"""Runs that grow on demand: their cost, and growth to the full width."""
 
 import json
 import signal
@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import CommandLine
-from tests.whole_runs import table
+from tests.whole_runs import IMAGES, mlp8_flops, read_events, read_results, table
 
 RUN = (
-    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "model=mlp8", "model.width=12"),
+    *(*IMAGES, "model=mlp8", "model.width=12"),
     *("schedule.initial_width=0.5", "schedule.num_stages=3"),
 )
 EPOCHS = 10
-
-
-def forward_flops(width: int) -> int:
-    """Of mlp8 on 8x8 images by hand: eight hidden layers, ten classes."""
-    return 2 * (64 * width + 7 * width * width + width * 10)
 
 
 @pytest.mark.parametrize(
@@ -29,23 +24,22 @@ def forward_flops(width: int) -> int:
     ],
     ids=["budget", "plateau"],
 )
-def test_cost_is_what_was_trained(cli: CommandLine, tmp_path: Path, schedule: tuple[str, ...]) -> None:
+def test_cost_counts_the_epochs_at_each_width(cli: CommandLine, tmp_path: Path, schedule: tuple[str, ...]) -> None:
     cli.done(*RUN, *schedule, f"schedule.total_epochs={EPOCHS}", "hydra.run.dir=run", cwd=tmp_path)
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    events = json.loads((tmp_path / "run" / "growth.json").read_text())["events"]
+    results, events = read_results(tmp_path / "run"), read_events(tmp_path / "run")
     metrics = table(tmp_path / "run" / "metrics.csv")
     widths = [6, 8, 12]
     assert [set(event["widths_after"].values()) for event in events] == [{width} for width in widths[1:]]
-    trained = sum(forward_flops(widths[int(row["stage"])]) for row in metrics)
-    cost = 100 * trained / (EPOCHS * forward_flops(12))
+    trained = sum(mlp8_flops(widths[int(row["stage"])]) for row in metrics)
+    cost = 100 * trained / (EPOCHS * mlp8_flops(12))
     assert results["train_cost_percent"] == pytest.approx(cost)
     assert [stage["epochs"] for stage in results["stages"]] == [
         sum(row["stage"] == str(stage) for row in metrics) for stage in range(3)
     ]
     for event in events:
         demand, before = event["demand"], [row for row in metrics if int(row["epoch"]) < event["epoch"]]
-        spent = sum(forward_flops(widths[int(row["stage"])]) for row in before)
-        assert demand["spent_percent"] == pytest.approx(100 * spent / (EPOCHS * forward_flops(12)))
+        spent = sum(mlp8_flops(widths[int(row["stage"])]) for row in before)
+        assert demand["spent_percent"] == pytest.approx(100 * spent / (EPOCHS * mlp8_flops(12)))
         if schedule[0] == "schedule=budget":
             assert demand["climbing_percent"] <= 60 and demand["by"] == "Budget"
         elif not demand["due"]:
@@ -55,7 +49,7 @@ def test_cost_is_what_was_trained(cli: CommandLine, tmp_path: Path, schedule: tu
         assert 60 - 100 / EPOCHS < cost <= 60
 
 
-def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine, tmp_path: Path) -> None:
+def test_passes_over_the_data_count_as_cost_and_survive_a_kill(cli: CommandLine, tmp_path: Path) -> None:
     run = (*RUN, "schedule=expressivity", "schedule.grow_when.ratio=1", "schedule.grow_when.batches=3")
     run = (*run, "schedule.total_epochs=6", "schedule.num_stages=3", "checkpoint.every_n_steps=1")
     assert cli(*run, "hydra.run.dir=whole", cwd=tmp_path).code == 0
@@ -71,10 +65,10 @@ def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine,
     assert growth["looks"] == whole["looks"] and len(whole["looks"]) >= 2
     assert [look["epoch"] for look in whole["looks"]] == [1, 2, 3, 4][: len(whole["looks"])]
     metrics, widths = table(tmp_path / "run" / "metrics.csv"), [6, 8, 12]
-    trained = 86 * sum(forward_flops(widths[int(row["stage"])]) for row in metrics)
+    trained = 86 * sum(mlp8_flops(widths[int(row["stage"])]) for row in metrics)
     looked = sum(look["auxiliary_flops"] for look in growth["looks"])
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    cost = 100 * (trained + looked) / (86 * 6 * forward_flops(12))
+    results = read_results(tmp_path / "run")
+    cost = 100 * (trained + looked) / (86 * 6 * mlp8_flops(12))
     assert looked > 0 and results["train_cost_percent"] == pytest.approx(cost)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of the command line against independent references, what settings do, and how runs end."""
+"""Runs of the command line: against independent references, effects of settings, and endings."""
 
 import io
 import json
@@ -27,7 +27,19 @@ from growlab.lab.training.loggers import WandbRecords
 from growlab.widths import trace
 from tests.command_line import CommandLine
 from tests.experiments import COVERING, EXPERIMENTS, two_steps, write_fake_images
-from tests.whole_runs import MLP3, SMOOTH, Left, Whole, mlp3, smooth, table, whole_run
+from tests.whole_runs import (
+    MLP3,
+    SMOOTH,
+    Left,
+    Whole,
+    mlp3,
+    read_events,
+    read_results,
+    same,
+    smooth,
+    table,
+    whole_run,
+)
 
 IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True, "validation": "split"}
 DATA = tuple(f"data.{key}={str(value).lower()}" for key, value in IMAGES.items())
@@ -39,7 +51,7 @@ LOGGED = (*MLP, "data=digits", "logger=tensorboard", "log_rates_every_n_steps=3"
 
 @pytest.fixture
 def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
-    """Run the command line to its end, with a cache of its own, and return the run's folder."""
+    """Return a function that makes a run, with an empty cache, and returns its folder."""
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     def run(*arguments: str, folder: str = "run") -> Path:
@@ -57,7 +69,7 @@ def logged(cli: CommandLine) -> Whole:
 
 
 def batches_of(data: ImageData, epoch: int) -> MemoryLoader:
-    """The loader of an epoch, without a trainer that counts epochs."""
+    """Training batches of an epoch, without a trainer."""
     loader = data.train_dataloader()
     loader.sampler.set_epoch(epoch)
     return loader
@@ -75,11 +87,11 @@ def accuracy_and_loss(network: torch.nn.Module, data: ImageData) -> tuple[float,
     return correct / count, loss / count
 
 
-# Against references that share nothing with the callback and the task -------------------------------------
+# References that share no code with the callback and the task -------------------------------------
 
 
 def test_without_growth_it_is_plain_sgd(finished: Callable[..., Path]) -> None:
-    """The same losses and weights as a hand-written loop with torch.optim.SGD, bit for bit."""
+    """Same losses and weights as a hand-written loop with torch.optim.SGD, bit for bit."""
     arguments = ("growth=none", "lr_adapt=none", "schedule.epochs=null", "schedule.total_epochs=3", "seed=5")
     rate = ("schedule.learning_rate.shape=cosine", "schedule.learning_rate.progress_unit=epochs")
     run = finished(*MLP, *arguments, *rate, "optimizer.nesterov=true", "batch_norm_samples=0")
@@ -100,12 +112,11 @@ def test_without_growth_it_is_plain_sgd(finished: Callable[..., Path]) -> None:
             total += float(loss.detach() * len(y))
         losses.append(f"{total / data.num_train:.8g}")
     assert [row["train_loss"] for row in table(run / "metrics.csv")] == losses
-    weights = torch.load(run / "model.pt", weights_only=True)
-    assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
+    assert same(network.state_dict(), torch.load(run / "model.pt", weights_only=True))
 
 
 def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(finished: Callable[..., Path]) -> None:
-    """`grow` as a plain function in a hand-written loop: the same weights, bit for bit."""
+    """`grow` in a hand-written loop gives the same weights, bit for bit."""
     arguments = ("growth=pairs", "lr_adapt=none", "schedule.learning_rate.shape=constant")
     run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]", "batch_norm_samples=0", "seed=3")
     data = ImageData("digits", **IMAGES, seed=3)
@@ -127,8 +138,7 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(fi
             optimizer.zero_grad()
             F.cross_entropy(network(x), y).backward()
             optimizer.step()
-    weights = torch.load(run / "model.pt", weights_only=True)
-    assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
+    assert same(network.state_dict(), torch.load(run / "model.pt", weights_only=True))
     rows = table(run / "metrics.csv")
     assert [int(row["step"]) for row in rows] == list(accumulate(-(-86 // size) for size in sizes))
     assert [int(row["batch_size"]) for row in rows] == sizes
@@ -143,11 +153,11 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(fi
     ],
     ids=["grown", "float64", "wider"],
 )
-def test_the_model_is_an_ordinary_one_with_the_reported_accuracy(
+def test_the_model_loads_into_the_plain_network_with_the_reported_accuracy(
     finished: Callable[..., Path], arguments: tuple[str, ...], make: Callable
 ) -> None:
     run = finished(*DATA, *STAGES, *arguments)
-    results = json.loads((run / "results.json").read_text())
+    results = read_results(run)
     data = ImageData("digits", **IMAGES)
     data.setup()
     network = make(data.image_shape, 10)
@@ -161,13 +171,13 @@ def test_the_model_is_an_ordinary_one_with_the_reported_accuracy(
     if dtype == torch.float64:
         assert results["parity_max_error"] <= 1e-10
     elif "growth=none" not in arguments:
-        # The output multiplier has been folded: the last checkpoint's weights are others.
+        # The output multiplier is folded into these weights, but not in the last checkpoint.
         checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
         assert checkpoint["growlab"]["grower"]["growth"]["multipliers"]
 
 
-def test_a_step_in_float32_is_that_in_float64_to_rounding(finished: Callable[..., Path]) -> None:
-    """With ReLU a single activation next to zero can take the other side, and gradients differ by percents."""
+def test_steps_in_float32_and_float64_differ_by_rounding(finished: Callable[..., Path]) -> None:
+    """Without ReLU: one activation near zero with another sign changes gradients by percents."""
     step = ("trainer.limit_train_batches=1", "schedule.total_epochs=1")
     plain = ("growth=none", "lr_adapt=none", "optimizer.momentum=0", "optimizer.weight_decay=0")
     weights = {}
@@ -184,25 +194,24 @@ def test_a_step_in_float32_is_that_in_float64_to_rounding(finished: Callable[...
     assert (weights[64]["0.weight"] - start["0.weight"]).norm() > 1e-3
 
 
-# What settings do -----------------------------------------------------------------------------------------
+# Effects of settings -----------------------------------------------------------------------------------------
 
 
-def test_images_that_are_watched_or_tested_on_decide_nothing(finished: Callable[..., Path]) -> None:
-    """The test set is watched under its own name, and nothing is called validation that is tested on."""
+def test_watching_the_test_set_changes_no_weights(finished: Callable[..., Path]) -> None:
+    """Metrics of a watched test set are named test, never val."""
     watched = finished(*SHORT, "data.validation=test", folder="watched")
     unwatched = finished(*SHORT, "data.validation=none", "data.limit_test=20", folder="unwatched")
     assert Left.by(watched).differences(Left.by(unwatched)) == ["metrics", "results"]
     assert all(row["val_loss"] == "" for row in table(unwatched / "metrics.csv"))
-    assert json.loads((unwatched / "results.json").read_text())["val_accuracy"] is None
-    last = table(watched / "metrics.csv")[-1]
-    results = json.loads((watched / "results.json").read_text())
+    assert read_results(unwatched)["val_accuracy"] is None
+    last, results = table(watched / "metrics.csv")[-1], read_results(watched)
     assert float(last["test_accuracy"]) == pytest.approx(results["test_accuracy"])
     assert float(last["test_loss"]) == pytest.approx(results["test_loss"], rel=1e-5)
     assert results["val_accuracy"] is None and not any(name.startswith("val") for name in last)
 
 
 def test_by_default_validation_images_are_neither_trained_nor_tested_on(finished: Callable[..., Path]) -> None:
-    """A tenth of each class of the training images, the same in every run; papers' experiments train on all."""
+    """By default a tenth of each class of the training images is held out, the same in every run."""
     arguments = [argument for argument in SHORT if "validation" not in argument]
     run = finished(*arguments)
     settings = OmegaConf.load(run / "config.yaml").data
@@ -214,13 +223,12 @@ def test_by_default_validation_images_are_neither_trained_nor_tested_on(finished
     assert torch.equal(held_out, again)
     others = [torch.cat([x for x, _ in data[0].training_batches(3)]), *(x for x, _ in data[0].test_dataloader())]
     assert not any(torch.equal(image, other) for image in held_out for other in torch.cat(others))
-    results = json.loads((run / "results.json").read_text())
-    assert results["val_accuracy"] is not None
-    assert results["val_accuracy"] != results["test_accuracy"]
+    results = read_results(run)
+    assert results["val_accuracy"] not in (None, results["test_accuracy"])
 
 
 def test_stages_and_epochs_have_the_same_numbers_on_the_screen_and_in_all_files(logged: Whole) -> None:
-    """From 0: of three stages the last is 2."""
+    """Counted from 0: the last of three stages is 2."""
     run, (title, *lines) = logged.folder, logged.out.splitlines()
     assert title.strip() == "mlp3_on_digits: ours, seed 0"
     rows = table(run / "metrics.csv")
@@ -230,7 +238,7 @@ def test_stages_and_epochs_have_the_same_numbers_on_the_screen_and_in_all_files(
     results = logged.results
     stages = [stage["stage"] for stage in results["stages"]]
     assert [int(cells[1]) for line in lines if (cells := line.split("│"))[1:]] == stages == [0, 1, 2]
-    receipts = json.loads((run / "growth.json").read_text())["events"]
+    receipts = read_events(run)
     events = [receipt["stage"] for receipt in receipts]
     assert [int(n) for n in re.findall(r"^grew to stage (\d)", logged.err, re.MULTILINE)] == events == [1, 2]
     for receipt in receipts:
@@ -243,7 +251,7 @@ def test_stages_and_epochs_have_the_same_numbers_on_the_screen_and_in_all_files(
 
 def test_batches_may_be_limited_and_accumulated(finished: Callable[..., Path]) -> None:
     run = finished(*SHORT, "trainer.limit_train_batches=2", "data.batch_size=16")
-    results = json.loads((run / "results.json").read_text())
+    results = read_results(run)
     assert [row["step"] for row in table(run / "metrics.csv")] == ["2", "4"]
     flops = [stage["flops_per_sample"] for stage in results["stages"]]
     assert results["train_flops"] == 3 * 32 * sum(flops)
@@ -253,15 +261,15 @@ def test_batches_may_be_limited_and_accumulated(finished: Callable[..., Path]) -
 
 def test_equal_flops_trains_as_long_as_growing_costs(finished: Callable[..., Path], logged: Whole) -> None:
     arguments = ("growth=none", "schedule.equal_flops=true", "growth.width_multiple=0.5")
-    half = json.loads((finished(*MLP, *arguments) / "results.json").read_text())
+    half = read_results(finished(*MLP, *arguments))
     flops = half["stages"][0]["flops_per_sample"]
     assert half["epochs"] == round(logged.results["train_flops"] / (3 * 86 * flops)) > 5
     assert half["reference_epochs"] == 5
 
 
-def test_weights_are_kept_in_full_precision_beside_half(finished: Callable[..., Path]) -> None:
+def test_weights_are_saved_in_float32_with_mixed_precision(finished: Callable[..., Path]) -> None:
     run = finished(*SHORT, "growth=pairs", "growth.noise_std=0", "trainer.precision=bf16-mixed")
-    assert json.loads((run / "results.json").read_text())["parity_max_error"] <= 1e-5
+    assert read_results(run)["parity_max_error"] <= 1e-5
     assert torch.load(run / "model.pt", weights_only=True)["hidden.0.weight"].dtype == torch.float32
 
 
@@ -321,12 +329,12 @@ def test_tensorboard_gets_metrics_events_rates_results_and_figures(logged: Whole
     ("fault", "message", "epochs"),
     [
         (("loss_is_nan", 7), "the training loss became NaN or infinite at step 7 (epoch 2, stage 1)", 2),
-        # The last step of an epoch spoils the weights: no loss shows it before the checkpoint would be saved.
+        # After the last step of an epoch, no loss is computed before the checkpoint would be saved.
         (("weights_are_nan", 5), "was NaN or infinite after step 5 (epoch 1, stage 0)", 1),
     ],
     ids=["loss", "weights"],
 )
-def test_a_run_that_fails_says_why_and_keeps_its_last_good_checkpoint(
+def test_a_diverged_run_gives_the_reason_and_keeps_its_last_good_checkpoint(
     cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], message: str, epochs: int
 ) -> None:
     command = (*MLP, "hydra.run.dir=run")
@@ -351,10 +359,10 @@ def fake_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "experiment", [pytest.param(one, marks=[] if one in COVERING else pytest.mark.slow) for one in EXPERIMENTS]
 )
 def test_every_experiment_runs_two_steps(finished: Callable[..., Path], fake_images: Path, experiment: str) -> None:
-    """As it is configured, on fake images: one step at its first widths, one after growing to its last."""
+    """One step at the first widths and one after growing to the last, on fake images."""
     smaller = ("data.image_size=64", "data.resize_size=72") if "imagenet" in experiment else ()
     run = finished(*two_steps(experiment, fake_images), *smaller)
-    results = json.loads((run / "results.json").read_text())
+    results = read_results(run)
     assert results["experiment"] == experiment.removeprefix("papers/")
     assert [row["step"] for row in table(run / "metrics.csv")] == ["1", "2"]
     assert (run.parent / "cache" / "growlab" / "tokens").is_dir() == (experiment == "llama_text")

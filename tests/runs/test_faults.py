@@ -1,4 +1,4 @@
-"""A failure in any phase of a run, with and without data workers, on one and two ranks, ends all of its processes."""
+"""A failure in any phase, with and without data workers, on one and two ranks, ends all processes of the run."""
 
 import signal
 import time
@@ -13,22 +13,22 @@ from tests.whole_runs import MLP, slow
 STREAMED = (*MLP, "data.in_memory=false", "trainer=cpu", "hydra.run.dir=run")
 TWO_RANKS = "trainer=ddp_cpu"
 SENTENCE = "the disk is gone."
-# Once a phase has failed, the run may take so long to end on a busy machine; alone it takes less than one second.
+# Limit for a failed run to end on a busy machine; on an idle one it takes less than a second.
 SECONDS = 20.0
-# Few enough for the normal suite: with workers, on one rank; and where ranks differ.
+# Cases that are not marked as slow.
 FAST = {("read", 2, 1), ("event", 2, 1), ("read", 2, 2)}
 
 
 def fail(
     cli: CommandLine, folder: Path, phase: str, workers: int, ranks: int, sentence: str | None = SENTENCE
 ) -> Outcome:
-    """A run that fails in its second call of a phase; on the second of two ranks."""
+    """Make a run fail in a phase, on the second of two ranks; check the time that it takes to end."""
     fault = ("fails", phase, 1 if phase in ("trace", "test", "loggers") else 2, sentence)
     if ranks == 2:
-        # Rank 0 alone writes checkpoints.
+        # Only rank 0 writes checkpoints.
         fault = ("on_rank", 0 if phase == "checkpoint" else 1, *fault)
     more = [TWO_RANKS] if ranks == 2 else []
-    # A run that leaves a process behind, or never ends, fails in here.
+    # The call fails if the run leaves a process behind or does not end.
     outcome = cli(*STREAMED, f"data.num_workers={workers}", *more, cwd=folder, fault=fault)
     assert time.time() - float((folder / "failed").read_text()) < SECONDS
     return outcome
@@ -68,7 +68,7 @@ def _shared_memory() -> set[str]:
 def test_a_signal_with_data_workers_leaves_nothing_behind(
     cli: CommandLine, tmp_path: Path, number: signal.Signals, ranks: int
 ) -> None:
-    """No processes (which `cli` checks), shared memory or lock: the same command resumes."""
+    """No processes (checked by `cli`), shared memory or lock: the same command resumes."""
     command = (*STREAMED, "data.num_workers=2", *[TWO_RANKS] * (ranks - 1))
     fault = ("at_step", 4, int(number))
     before = _shared_memory()
@@ -77,7 +77,7 @@ def test_a_signal_with_data_workers_leaves_nothing_behind(
         assert outcome.code == 0 and "SIGTERM: saved after step 4" in outcome.err, outcome.err
     else:
         assert outcome.code == (2 if ranks == 2 else -signal.SIGKILL), outcome.err
-    # Other tests may run beside this one, but theirs does not stay.
+    # Shared memory of tests that run at the same time disappears, too.
     deadline = time.monotonic() + SECONDS
     while (left := _shared_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.05)

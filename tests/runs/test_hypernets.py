@@ -1,7 +1,5 @@
-"""Networks with emitted weights as `conf/model` makes them, and whole runs with them."""
+"""Hypernetworks of `conf/model`, and runs with them."""
 
-import csv
-import json
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from growlab.base.errors import UserError
 from growlab.lab.networks import mlp5
 from growlab.parts.hypernets import MonteCarlo, emitted, hypernetwork
 from tests.command_line import CommandLine
+from tests.whole_runs import read_results, same, table
 
 SMALL = (
     *("experiment=papers/hyperfan_mnist", "data=digits", "data.limit_train=60", "data.limit_test=40"),
@@ -20,7 +19,7 @@ SMALL = (
 )
 
 
-def test_it_is_drawn_with_torchs_generator() -> None:
+def test_weights_are_drawn_with_torchs_generator() -> None:
     made = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -29,8 +28,8 @@ def test_it_is_drawn_with_torchs_generator() -> None:
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
 
 
-def test_without_sharing_it_is_the_classical_network_drawn_by_the_initialisation() -> None:
-    """Chang et al. 2020, Section 5.1: Xavier's, uniform, in the last layer too."""
+def test_without_sharing_it_is_the_plain_network_with_the_given_initialisation() -> None:
+    """Xavier's uniform one, in the last layer too: Chang et al. 2020, Section 5.1."""
     plain, made = mlp5([1, 4, 4], 3, width=60).state_dict(), []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -43,7 +42,7 @@ def test_without_sharing_it_is_the_classical_network_drawn_by_the_initialisation
     assert 0.95 * bound < float(made[0]["classifier.weight"].abs().max()) <= bound
 
 
-def test_monte_carlo_averages_probabilities_in_eval_mode_alone() -> None:
+def test_monte_carlo_averages_probabilities_in_eval_mode_only() -> None:
     torch.manual_seed(0)
     factory = partial(mlp5, width=6)
     network = hypernetwork([1, 4, 4], 3, factory, monte_carlo_samples=7, noise=0.5, embedding_features=4)
@@ -66,8 +65,8 @@ def test_monte_carlo_averages_probabilities_in_eval_mode_alone() -> None:
 def test_a_run_records_its_layers_and_resumes_exactly(cli: CommandLine, tmp_path: Path) -> None:
     cli.done(*SMALL, "hydra.run.dir=whole", cwd=tmp_path)
     text = (tmp_path / "whole" / "layers.csv").read_text()
-    rows = list(csv.DictReader(text.splitlines()))
-    # 3 steps an epoch: before steps 0, 2 and 4, and after the last.
+    rows = table(tmp_path / "whole" / "layers.csv")
+    # Two epochs of 3 steps: before steps 0, 2 and 4, and after the last.
     assert sorted({int(row["step"]) for row in rows}) == [0, 2, 4, 6]
     layers = ["hidden.0", "hidden.2", "hidden.4", "hidden.6", "hidden.8", "classifier"]
     for quantity in ("activation", "gradient", "weight", "weight_gradient"):
@@ -81,7 +80,7 @@ def test_a_run_records_its_layers_and_resumes_exactly(cli: CommandLine, tmp_path
             low, high = float(row["low"]), float(row["high"])
             rounding = 1e-4 * (abs(mean) + reach)
             assert mean - reach - rounding <= low < mean < high <= mean + reach + rounding
-    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    results = read_results(tmp_path / "whole")
     last = {row["quantity"]: float(row["mean"]) for row in rows if row["layer"] == "network"}
     assert last["accuracy"] == pytest.approx(results["test_accuracy"], abs=1e-6)
     assert last["loss"] == pytest.approx(results["test_loss"], rel=1e-5)
@@ -90,12 +89,12 @@ def test_a_run_records_its_layers_and_resumes_exactly(cli: CommandLine, tmp_path
     cli.done(*SMALL, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
     assert (tmp_path / "run" / "layers.csv").read_text() == text
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same(one, other)
 
 
-def test_recording_changes_nothing(cli: CommandLine, tmp_path: Path) -> None:
-    """Though every pass draws noise."""
+def test_recording_layers_changes_nothing(cli: CommandLine, tmp_path: Path) -> None:
+    """Forward passes draw noise, so recording must restore the generator."""
     for name, every in (("with", "1"), ("without", "null")):
         cli.done(*SMALL, "model.noise=0.1", f"log_layers_every_n_steps={every}", f"hydra.run.dir={name}", cwd=tmp_path)
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("with", "without"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same(one, other)

@@ -1,4 +1,4 @@
-"""Language modelling from the command line: exact resumption, and what the results say."""
+"""Language models over characters from the command line: exact resuming, and results."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from growlab.lab.networks import CausalTransformer
 from tests.command_line import CommandLine
 from tests.whole_runs import Left, Whole, assert_resumes
 
-# 5 steps an epoch, and normalisations that are weighted in 9 of the last stage's 10 steps.
+# 5 steps an epoch; norms are annealed in 9 of the last stage's 10 steps.
 TEXT = ("data.context=8", "data.limit_characters=1200", "data.batch_size=32")
 SIZES = {"num_layers": 1, "width": 16, "num_heads": 2, "head_dim": 8, "rotary_dim": 2, "hidden": 20}
 GPT = (
@@ -29,7 +29,7 @@ def test_resumed_in_the_middle_of_an_epoch_and_of_annealing(
     for step in (3, 8, 12):
         saved = torch.load(run.checkpoints[step], weights_only=True)
         state = saved["growlab"]["grower"]["growth"]
-        # As the next step sees it; the event was behind the fifth.
+        # Progress for the next step; the event was after the fifth.
         progress = max(0, step - 5) / 9
         assert (state["norm_progress"], bool(state["norm_weights"])) == (pytest.approx(progress), step > 5)
     assert_resumes(cli, tmp_path, DROPOUT, run.checkpoints[8], run.left)
@@ -38,7 +38,7 @@ def test_resumed_in_the_middle_of_an_epoch_and_of_annealing(
     assert event["parity_error_train"] < 1e-5
 
 
-def test_results_are_in_bits_and_the_network_is_an_ordinary_one(
+def test_results_are_in_bits_and_the_weights_load_into_a_plain_network(
     cli: CommandLine, uninterrupted: Callable[..., Left]
 ) -> None:
     left = uninterrupted(*DROPOUT)

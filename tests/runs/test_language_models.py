@@ -1,4 +1,4 @@
-"""Language models of transformers: made from sizes, grown in runs, and saved so that `from_pretrained` loads them."""
+"""Language models of transformers: built from sizes, grown in runs, and saved for `from_pretrained`."""
 
 import random
 import sys
@@ -59,7 +59,7 @@ def test_a_model_has_the_sizes_asked_for_and_sees_no_later_token(type: str, sett
     assert not torch.equal(one[:, 6:], two[:, 6:])
 
 
-def test_attention_is_torchs() -> None:
+def test_attention_is_scaled_dot_product_attention() -> None:
     assert model().network.config._attn_implementation == "sdpa"
 
 
@@ -78,7 +78,7 @@ def test_impossible_models_are_refused_in_a_sentence(type: str, settings: dict, 
     assert str(error.value).count("\n") == 0
 
 
-def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.models.auto", None)
     with pytest.raises(UserError, match="transformers is not installed: pip install"):
         model()
@@ -90,7 +90,7 @@ def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["llama_smaller", "llama_grown", "gpt2_grown", "qwen3_smaller"],
 )
 def test_from_pretrained_loads_a_grown_model_which_generates_the_same(type: str, last: int, tmp_path: Path) -> None:
-    """At full size, and at the size of the seed: half of the width, and without the blocks that never came in."""
+    """At full size, and at the size of the seed: half of the width, without the blocks not inserted yet."""
     network = model(type, num_key_value_heads=None if type == "gpt2" else 2, num_hidden_layers=4).double()
     tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
     grower = Grower(network, tokens, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, parts=[parts.Depth("auto")], seed=0)
@@ -121,10 +121,10 @@ def test_from_pretrained_loads_a_grown_model_which_generates_the_same(type: str,
     assert generated.tolist() == written.tolist()
 
 
-@pytest.mark.slow  # its network takes longer to trace than to test
+@pytest.mark.slow  # tracing takes longer than the test
 @pytest.mark.parametrize(("tied", "stream"), [pytest.param(True, False, marks=pytest.mark.slow), (False, True)])
-def test_a_narrower_gemma_is_saved_right_or_refused(tied: bool, stream: bool, tmp_path: Path) -> None:
-    """Its code computes numbers from sizes: sqrt(hidden_size) scales embeddings, and queries have a scale too."""
+def test_a_narrower_gemma_is_saved_correctly_or_refused(tied: bool, stream: bool, tmp_path: Path) -> None:
+    """Gemma scales embeddings by sqrt(hidden_size), and queries by a setting of their own."""
     network = model("gemma2", config={"tie_word_embeddings": tied, "query_pre_attn_scalar": 8}).double()
     tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
     full_widths = trace(network, tokens).full_widths
@@ -133,7 +133,7 @@ def test_a_narrower_gemma_is_saved_right_or_refused(tied: bool, stream: bool, tm
     grower.step(epoch=0)
     network.eval()
     if stream:
-        # The stream is narrower, and the factor on embeddings would be another.
+        # The factor on embeddings would change with the width of the stream.
         with pytest.raises(UserError, match="no configuration of gemma2 describes the final network"):
             network.save_pretrained(tmp_path / "saved")
         assert not (tmp_path / "saved").exists()
@@ -172,7 +172,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama(text: Path) -> tuple[str, ...]:
-    """Eleven steps, evaluated every third and where width and depth grow at once; the rate follows the cost."""
+    """Eleven steps with evaluation every third step and at the event, which grows width and depth."""
     return (
         *("experiment=llama_text", f"data.path={text}", "data.vocab_size=280", "data.validation_fraction=0.05"),
         *("data.context=16", "data.batch_size=8", "data.test_fraction=0.05"),
@@ -234,7 +234,7 @@ def test_trained_weights_and_their_average_have_separate_folders(grown: Whole) -
     assert not torch.equal(*found)
 
 
-@pytest.mark.slow  # the compiler takes most of a minute for each size of the network
+@pytest.mark.slow  # compiling takes most of a minute for each size of the network
 @pytest.mark.timeout(900)
 def test_a_compiled_run_trains_the_same_and_leaves_the_same_folder(
     cli: CommandLine, uninterrupted: Callable[..., Left], llama: tuple[str, ...], tmp_path: Path
@@ -247,10 +247,10 @@ def test_a_compiled_run_trains_the_same_and_leaves_the_same_folder(
     assert all(torch.equal(left.weights[f"network.{name}"], tensor) for name, tensor in loaded.items())
 
 
-def test_resumed_inside_an_epoch_it_ends_with_the_same_bits(
+def test_resuming_inside_an_epoch_is_exact(
     cli: CommandLine, grown: Whole, llama: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Behind the growth event, in the second of three parts of a pass."""
+    """After the growth event, in the second of three parts of a pass."""
     (event,) = grown.left.growth["events"]
     checkpoint = grown.checkpoints[event["step"] + 1]
     assert_resumes(cli, tmp_path, (*llama, "ema.decay=0.9"), checkpoint, grown.left)
@@ -263,7 +263,7 @@ def test_half_precision_and_accumulation(
     more = ("trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2", "hydra.run.dir=run")
     cli.done(*llama, *more, cwd=tmp_path)
     left = Left.by(tmp_path / "run")
-    # The schedule is in steps, whatever number of batches a step takes.
+    # The schedule counts optimizer steps, not batches.
     assert left.checkpoint["global_step"] == grown.left.checkpoint["global_step"]
     assert float(left.metrics[-1]["val_loss"]) < float(left.metrics[0]["val_loss"])
     assert (tmp_path / "run" / "pretrained" / "model.safetensors").exists()

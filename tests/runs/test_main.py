@@ -1,4 +1,4 @@
-"""The command line on a small configuration tree: sentences, exit codes, help, sweeps."""
+"""The command line with a replaced job: messages, exit codes, help, sweeps, lazy imports."""
 
 import contextlib
 import fcntl
@@ -9,14 +9,13 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hydra
 import pytest
@@ -35,12 +34,12 @@ from growlab.lab.cli.settings import difference, explanation, in_short
 from growlab.lab.planner.__main__ import main as plan_main
 from growlab.lab.training.configuration import composed, config_dir
 from growlab.lab.training.processes import program
-from tests.command_line import ROOT, CommandLine
+from tests.command_line import ROOT, CommandLine, Outcome, new_process
 
 COMMANDS_OF_HELP = ["[run]", "widths", "plan", "table", "resume"]
 
 
-# Constructors that fail, for `_target_`.
+# Functions that fail, for `_target_`.
 def refuse() -> None:
     raise UserError("the initial width must be at least 1")
 
@@ -58,24 +57,14 @@ def wants_wandb() -> None:
 
 
 def making(name: str) -> Callable[[Any], Any]:
-    """A job that calls one of these."""
+    """Return a job that instantiates one of them."""
     settings = OmegaConf.create({"part": {"_target_": f"{__name__}.{name}"}})
     return lambda cfg: hydra.utils.instantiate(settings.part)
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
 def as_it_was() -> Iterator[None]:
-    """Undo what the command line leaves in a process that it expects to own.
-
-    Handlers of Hydra's logs; the configuration of its help, from which runs that are composed later would take their
-    names; the name of a sweep's runs in Weights & Biases.
-    """
+    """Restore what the command line changes in its process: loggers, Hydra's configuration, environment variables."""
     loggers = [logging.getLogger(), logging.getLogger("hydra")]
     before = [(logger, logger.level, list(logger.handlers), logger.propagate) for logger in loggers]
     config, environment = HydraConfig.instance().cfg, dict(os.environ)
@@ -95,7 +84,7 @@ def as_it_was() -> Iterator[None]:
 def growlab(
     as_it_was: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Outcome]:
-    """Run the command line in this process, `job` in the place of `growlab.lab.training.build.train`."""
+    """Return a function that calls the command line in this process with `job` as `build.train`."""
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.chdir(tmp_path)
 
@@ -126,7 +115,7 @@ def growlab(
         (making("wants_wandb"), f"part needs a package that is not installed: {how_to_install('wandb')}."),
     ],
 )
-def test_a_failure_in_the_job_that_the_user_can_fix(
+def test_an_error_that_the_user_can_fix_is_one_line(
     growlab: Callable[..., Outcome], job: Callable[[Any], Any], sentence: str
 ) -> None:
     outcome = growlab(job=job)
@@ -162,7 +151,7 @@ def test_a_job_gets_the_composed_configuration(growlab: Callable[..., Outcome]) 
     assert (cfg.growth._target_, cfg.schedule.total_epochs) == ("growlab.growth.PairGrowth", 7)
 
 
-def test_a_sweep_continues_after_failures_and_says_each_reason_once(growlab: Callable[..., Outcome]) -> None:
+def test_a_sweep_continues_after_failures_and_prints_each_reason_once(growlab: Callable[..., Outcome]) -> None:
     ran = []
 
     def job(cfg: Any) -> float:
@@ -199,7 +188,7 @@ def test_ctrl_c(growlab: Callable[..., Outcome], by_lightning: bool) -> None:
 def test_modules_in_the_current_folder_can_be_imported(
     growlab: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with `python -m growlab`; the script `growlab` alone has its own folder first."""
+    """As with `python -m growlab`; the script `growlab` has its own folder on the path instead."""
     monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p or ".").resolve() != tmp_path])
     (tmp_path / "users_module.py").write_text("def made(): return 1")
     made = []
@@ -208,14 +197,14 @@ def test_modules_in_the_current_folder_can_be_imported(
 
 
 def test_installing_an_extra_names_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """growlab itself may come from a checkout: there is nothing to install `growlab[wandb]` from."""
+    """`pip install growlab[wandb]` fails for an installation from a checkout."""
     declared = ["torch>=2", "wandb>=0.18; extra == 'all'", "wandb>=0.18; extra == 'wandb'", "a>1; extra == 'two'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: [*declared, 'b; extra == "two"'])
     assert how_to_install("wandb") == "pip install 'wandb>=0.18' (growlab's extra [wandb])"
     assert how_to_install("two") == "pip install 'a>1' 'b' (growlab's extra [two])"
 
 
-def test_a_command_to_copy_is_called_as_this_program_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_commands_use_the_name_of_this_program(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     here = types.SimpleNamespace(main=lambda given: seen.append((program(), sys.argv[0].rpartition("/")[2])))
     monkeypatch.setitem(sys.modules, COMMANDS["plan"].module, here)
@@ -227,7 +216,7 @@ def test_a_command_to_copy_is_called_as_this_program_was(monkeypatch: pytest.Mon
     assert program() == "python -m growlab"
 
 
-# A plan's settings are those of an experiment: its help is Hydra's, as `growlab run`'s is.
+# Help of `growlab plan` comes from Hydra.
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "plan"])
 def test_help_of_a_command_has_an_example_and_a_wrong_option_is_one_sentence(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -242,7 +231,7 @@ def test_help_of_a_command_has_an_example_and_a_wrong_option_is_one_sentence(
     streams = capsys.readouterr()
     assert streams.out == "" and streams.err.count("\n") == 1
     assert streams.err.startswith("error: ") and streams.err.endswith(f"see growlab {command} --help.\n")
-    # A terminal shows why the user waits.
+    # A terminal shows what takes the time.
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     run_command([command, "--nonsense"])
     assert capsys.readouterr().err.startswith("importing PyTorch ...\n") == bool(COMMANDS[command].imports)
@@ -270,7 +259,7 @@ def test_help_of_a_plan_has_its_settings_and_an_example(
     assert all(re.search(rf"^plan\.{name}[=:]", text, re.MULTILINE) for name in settings)
 
 
-# As if packages were not installed, for code that searches for them too.
+# Hides packages, also from code that searches for them.
 HIDING = """
 import sys
 from importlib.machinery import PathFinder
@@ -288,7 +277,7 @@ WITHOUT = {
     ("table", "--help"): (0, "usage: growlab table"),
     ("widths", "growlab/mlp8", "--input-shape", "1,4,4"): (0, "growlab/mlp8: 8 width groups"),
 }
-# Compilers take as long to import as the rest of torch.
+# Compilers must not be imported: they take as long as the rest of torch.
 ENGINE = """
 import torch, growlab
 from growlab import parts
@@ -307,7 +296,7 @@ grower.finish()
 import growlab.inspect, growlab.parts.depth, growlab.parts.isotropic, growlab.parts.hypernets
 print(network[0].out_features, "yaml" in sys.modules)
 """
-# A program that lacks a package learns what installs it.
+# Errors of missing packages say how to install them.
 LACKING = """
 import growlab
 for name in ("growlab.Growth", "__import__('growlab.frontends.transformers')"):
@@ -316,7 +305,7 @@ for name in ("growlab.Growth", "__import__('growlab.frontends.transformers')"):
     except ImportError as error:
         print(error)
 """
-# The module ends the program as it is imported, each time.
+# Importing the module runs the command and exits, each time.
 CALLED = """
 import contextlib, io, json
 ended = []
@@ -332,14 +321,12 @@ print(json.dumps(ended))
 
 
 def printed_by(program: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = new_process("-c", program, cwd=ROOT)
+    assert done.code == 0, done.err
+    return done.out
 
 
-def test_with_torch_alone_the_engine_grows_a_network_and_its_commands_run() -> None:
+def test_with_only_torch_the_engine_grows_a_network_and_its_commands_run() -> None:
     """As after `pip install --no-deps growlab`."""
     absent = "hydra omegaconf lightning pytorch_lightning torchvision transformers timm pandas scipy sklearn"
     absent = [*absent.split(), "matplotlib", "rich", "PIL", "pyarrow", "pydantic", "safetensors"]
@@ -352,9 +339,7 @@ def test_with_torch_alone_the_engine_grows_a_network_and_its_commands_run() -> N
         assert code == expected and "Traceback" not in text and re.search(message, text), text
 
 
-def test_a_user_who_asks_for_tracebacks_gets_them(
-    growlab: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hydra_full_error_shows_tracebacks(growlab: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     outcome = growlab("growth=netnet")
     assert outcome.code == 2
@@ -362,7 +347,7 @@ def test_a_user_who_asks_for_tracebacks_gets_them(
     assert outcome.err.splitlines()[-1].startswith("error: there is no growth 'netnet'")
 
 
-def test_a_reader_that_has_seen_enough_ends_the_output_quietly(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_the_output_without_a_message(cli: CommandLine, tmp_path: Path) -> None:
     """As in `growlab --cfg job | head`."""
     program = """
 import os, sys
@@ -389,7 +374,7 @@ def test_help_begins_with_commands_and_experiments_and_lists_groups(growlab: Cal
 
 
 def on_a_terminal(run: Callable[[], object]) -> list[str]:
-    """Lines that a function prints, with a terminal of 80 columns as standard output and error."""
+    """Lines that a function prints to a terminal of 80 columns."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     text = bytearray()
@@ -399,7 +384,7 @@ def on_a_terminal(run: Callable[[], object]) -> list[str]:
             while chunk := os.read(reader, 4096):
                 text.extend(chunk)
 
-    # While the function writes: a terminal takes little ahead.
+    # In a thread, since a terminal buffers little.
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
     with os.fdopen(writer, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
@@ -422,7 +407,7 @@ DIGITS = str(ROOT / "notebooks" / "results" / "digits")
     ],
     ids=lambda arguments: " ".join(arguments[:2] if arguments[-1] == "--help" else arguments[:1]),
 )
-def test_lines_on_a_terminal_have_eighty_columns(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_on_a_terminal_fit_eighty_columns(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", ["growlab", *arguments])
 
@@ -435,7 +420,7 @@ def test_lines_on_a_terminal_have_eighty_columns(arguments: list[str], monkeypat
     assert not any(re.search(r"\w-$", line) for line in lines)
 
 
-def test_long_lines_break_between_words_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_lines_break_between_words_on_a_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(f"word{number:03}" for number in range(40))
 
     def run() -> None:
@@ -452,7 +437,7 @@ def test_long_lines_break_between_words_on_a_terminal_alone(capsys: pytest.Captu
 
 
 def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> None:
-    """Parts are shown when they are chosen; what differs from the default run is printed alone."""
+    """Chosen parts are shown too; `difference` prints only what differs from the default run."""
     cfg = composed(["depth.blocks=auto"])
     default = composed([])
     assert len(in_short(default, default).splitlines()) <= 80 and "depth" not in in_short(default, default)
@@ -478,10 +463,11 @@ def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> Non
         explanation(cfg, "progres_unit", choices)
 
 
-def test_cfg_prints_the_job_without_running_it_or_waiting_for_torch() -> None:
+def test_cfg_prints_the_job_without_importing_torch() -> None:
     code = "import sys; from growlab.lab.cli.app import main; sys.exit(main() or 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, "--cfg", "job", "seed=17"], capture_output=True, check=True)
-    printed = OmegaConf.create(done.stdout.decode())
+    done = new_process("-c", code, "--cfg", "job", "seed=17", cwd=ROOT)
+    assert done.code == 0, done.err
+    printed = OmegaConf.create(done.out)
     assert printed.seed == 17 and "hydra" not in printed
 
 
@@ -507,7 +493,7 @@ def test_completion(
     assert outcome.out.split() == candidates
 
 
-def test_a_sentence_is_one_line_and_ends() -> None:
+def test_messages_are_one_line_with_a_full_stop() -> None:
     assert explain(UserError("no data\n  in /nowhere")) == "no data in /nowhere."
     assert explain(UserError("is that so?")) == "is that so?"
     assert explain(OSError(28, "No space left", "/data/x")) == "cannot use /data/x: No space left."

@@ -1,6 +1,5 @@
-"""Experiments and parts in a folder or package of the user, found by every process and by printed commands."""
+"""Experiments and parts in a user's folder or package are found by all processes and by printed commands."""
 
-import json
 import shlex
 import signal
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from growlab.lab.cli.app import _with_more
 from growlab.lab.training.configuration import resume_override, set_plugin_defaults
 from tests.command_line import PLAN, CommandLine
-from tests.whole_runs import MLP
+from tests.whole_runs import MLP, read_events, read_results
 
 OPTIONS = {"config-dir": ("--config-dir", "own conf"), "searchpath": ("hydra.searchpath=['file://own conf']",)}
 BOTH = pytest.mark.parametrize(
@@ -20,7 +19,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A folder of configurations: `mine` is digits, `yours` begins with it, `wrong` asks for a part."""
+    """Folder of experiments: `mine` is digits, `yours` inherits from it, `wrong` names a part that does not exist."""
     folder = tmp_path / "own conf" / "experiment"
     folder.mkdir(parents=True)
     for name, defaults in {
@@ -34,8 +33,8 @@ def own(tmp_path: Path) -> Path:
 
 
 def results(folder: Path) -> dict:
-    (path,) = folder.glob("runs/*/*/results.json")
-    return json.loads(path.read_text())
+    (run,) = folder.glob("runs/*/*")
+    return read_results(run)
 
 
 @BOTH
@@ -46,7 +45,7 @@ def test_printed_commands_and_last_find_the_experiment(
     outcome = cli.done(*command, cwd=tmp_path, fault=("at_step", 7, int(signal.SIGTERM)))
     printed = shlex.split(outcome.err.splitlines()[-1].split("resume with: growlab ")[1])
     cli.done(*printed, cwd=tmp_path, fault=("at_step", 13, int(signal.SIGTERM)))
-    # Options may stand behind the overrides.
+    # Options may follow the overrides.
     cli.done(*MLP, "experiment=yours", "ckpt_path=last", *options, cwd=tmp_path)
     assert results(tmp_path)["experiment"] == "yours_with_mlp3"
 
@@ -80,7 +79,7 @@ def test_a_part_that_does_not_exist_is_refused(
     assert not list(tmp_path.glob("runs/*/*/config.yaml"))
 
 
-def test_both_ways_together(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_dir_and_searchpath_together(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "it's, [another]" / "experiment"
     other.mkdir(parents=True)
     (other / "theirs.yaml").write_text("# @package _global_\ndefaults: [mine]\n")
@@ -103,13 +102,13 @@ def test_both_ways_together(own: Path, tmp_path: Path, monkeypatch: pytest.Monke
         ("g", "", "g M"),
     ],
 )
-def test_more_overrides_stand_next_to_the_others(argv: str, overrides: str, expected: str) -> None:
+def test_more_overrides_are_inserted_after_the_others(argv: str, overrides: str, expected: str) -> None:
     assert _with_more(argv.split(), overrides.split(), ["M"]) == expected.split()
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package with a part, and an experiment with it."""
+    """Configurations of a package with a part and an experiment that uses it."""
     conf = tmp_path / "mine" / "conf"
     for group in ("parts", "experiment"):
         (conf / group).mkdir(parents=True)
@@ -137,8 +136,8 @@ def test_parts_and_experiments_of_a_package_are_found(cli: CommandLine, package:
     cli.done(IN_PACKAGE, *MLP, *short, "experiment=counting", "parts.counted.by=3", cwd=tmp_path)
     row = results(tmp_path)
     assert row["experiment"] == "counting_with_mlp3" and IN_PACKAGE in row["command"]
-    (path,) = tmp_path.glob("runs/*/*/growth.json")
-    counted = [event["counted_steps"] for event in json.loads(path.read_text())["events"]]
+    (run,) = tmp_path.glob("runs/*/*")
+    counted = [event["counted_steps"] for event in read_events(run)]
     assert counted and all(steps > 0 and steps % 3 == 0 for steps in counted)
     (package / "__init__.py").touch()
     composed = cli(IN_PACKAGE, "experiment=counting", "--cfg", "job", cwd=tmp_path)

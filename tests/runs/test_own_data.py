@@ -1,6 +1,5 @@
-"""Runs on a user's own data, networks and losses: they grow, resume where they were killed, and agree over ranks."""
+"""Runs on a user's data, networks and losses: growth, resuming, and equal results on two ranks."""
 
-import json
 import re
 import shlex
 import shutil
@@ -12,13 +11,13 @@ import pytest
 import torch
 
 from tests.command_line import ROOT, CommandLine
-from tests.whole_runs import Left, assert_resumes, kept_run, slow
+from tests.whole_runs import Left, assert_resumes, kept_run, read_results, slow
 
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2")
 OWN = ("data=custom", "model=custom", *STAGES, "checkpoint.every_n_steps=1")
 KENDALL = "+objective.metrics.order._target_=torchmetrics.KendallRankCorrCoef"
 CASES: dict[str, tuple[str, ...]] = {
-    # Transforms that draw, batch sizes that follow the stages, a last batch that ranks do not share evenly.
+    # Random transforms, a batch size for each stage, a last batch that does not divide among ranks.
     "numbers": (
         *(*OWN, "data.source._target_=mine.Waves", "model._target_=mine.Net", "objective=regression"),
         *("data.batch_size=16", "schedule.batch_growth_rate=0.5", "trainer.precision=64-true"),
@@ -37,12 +36,12 @@ CASES: dict[str, tuple[str, ...]] = {
         *("objective=custom", "objective.loss._target_=torch.nn.HuberLoss", "+objective.loss.delta=0.5", KENDALL),
         "+objective.metrics.r2._target_=torchmetrics.R2Score",
     ),
-    # A metric that needs all predictions at once.
+    # A metric of all predictions together.
     "order": (
         *(*OWN, "data.source._target_=mine.Waves", "model._target_=mine.Net", "data.batch_size=16"),
         *("objective=custom", "objective.loss._target_=torch.nn.MSELoss", KENDALL),
     ),
-    # Read by a process, one file of them damaged.
+    # Read by a worker process; one file is damaged.
     "folder": (
         *("data=folder", "data.root=pictures", "data.on_error=skip", "data.in_memory=false", "data.num_workers=1"),
         *("data.batch_size=8", "model=mlp8", "model.width=12", *STAGES, "checkpoint.every_n_steps=1"),
@@ -52,7 +51,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A folder with a user's module and pictures."""
+    """Folder with a user's module and images."""
     shutil.copy(Path(__file__).parents[1] / "own_data.py", tmp_path / "mine.py")
     pixels = np.random.default_rng(0).integers(0, 256, (41, 6, 6), dtype=np.uint8)
     for number, picture in enumerate(pixels):
@@ -74,7 +73,7 @@ def test_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, s
     assert max(event["parity_error_eval"] for event in whole.growth["events"]) < 1e-5
 
 
-@pytest.mark.slow  # test_processes.py has the same of images
+@pytest.mark.slow  # test_processes.py tests the same with images
 def test_two_ranks_see_the_same_samples(cli: CommandLine, mine: Path) -> None:
     command = (*CASES["order"], "trainer.precision=64-true")
     cli.done(*command, "hydra.run.dir=one", cwd=mine)
@@ -92,5 +91,5 @@ def test_the_guides_example_runs_as_written(cli: CommandLine, tmp_path: Path) ->
     (tmp_path / "mine.py").write_text(program)
     for line in commands.splitlines():
         cli.done(*shlex.split(line)[1:], *STAGES, "hydra.run.dir=run", cwd=tmp_path)
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    results = read_results(tmp_path / "run")
     assert results["metric"] == {"name": "mae", "higher_is_better": False} and results["test_mae"] < 1

@@ -1,7 +1,6 @@
-"""Real runs of the command line with parts: one run each, read by all tests of it, resumed, and on two processes.
+"""Runs of the command line with parts, which together cover each part and each pair that could interact in the runner.
 
-Each part, and each pair of parts that could meet in the runner, stands in one of them. What a plain loop can show, such
-as parts with every growth method and trigger, is in the tests of parts.
+tests/unit/parts tests parts in plain loops, with every growth method and trigger.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +16,9 @@ from growlab.lab.data import ImageData
 from growlab.lab.networks import CifarResNet, mlp8, resnet20
 from tests.command_line import CommandLine
 from tests.experiments import write_fake_images
-from tests.whole_runs import SMALL, Left, assert_resumes, kept_run, whole_run
+from tests.whole_runs import SMALL, Left, assert_resumes, kept_run, mlp8_flops, whole_run
 
-# Two layers of two blocks, of which the second comes in.
+# Two layers of two blocks; the second ones are inserted.
 _RESNET = (*SMALL, "model=custom", "model._target_=tests.runs.test_parts.small_resnet", "depth.blocks=auto")
 _FEW_IMAGES = ("data.limit_train=96", "data.limit_test=20", "data.batch_size=16", "data.epochs_per_pass=3")
 BLOCKS = (
@@ -39,7 +38,7 @@ SMALLER = (
 RESUMED: dict[str, tuple[str, ...]] = {
     "blocks": BLOCKS,
     "classes": (*CLASSES, "ema.decay=0.9", "osgd.anneal=stage", "growth.noise_std=0"),
-    # The average of one step's weights is the network: through every event it takes the same way.
+    # With almost no decay the average equals the network, before and after every event.
     "hypernetworks": (
         *(*_RESNET, "depth.start=stack", "growth=hyperfan", "growth.sharing=chunk", "+model.width=8"),
         *("growth.embedding_features=3", "growth.hidden_features=[4]", "optimizer.lr=0.01"),
@@ -73,7 +72,7 @@ Kept = Callable[[str], tuple[Left, dict[int, Path], Path]]
 
 
 def small_resnet(image_shape: Sequence[int], num_classes: int, width: int = 4) -> CifarResNet:
-    """For `model._target_`."""
+    """Network for `model._target_`."""
     return CifarResNet(2, num_classes, image_shape[0], (width, 2 * width))
 
 
@@ -84,7 +83,7 @@ def finished(cli: CommandLine, folder: Path, *command: str) -> Left:
 
 @pytest.fixture(scope="module")
 def kept(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Kept:
-    """Results, checkpoints by step and folder of an undisturbed run, made once."""
+    """Return a function that gives files, checkpoints by step and folder of a run, made once."""
 
     @cache
     def run(name: str) -> tuple[Left, dict[int, Path], Path]:
@@ -98,9 +97,7 @@ def kept(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in ("hypernetworks", "isotropic"))) for name in RESUMED],
 )
-def test_resumed_before_its_last_event_a_run_equals_the_uninterrupted_one(
-    cli: CommandLine, kept: Kept, name: str
-) -> None:
+def test_resuming_before_the_last_event_is_exact(cli: CommandLine, kept: Kept, name: str) -> None:
     whole, checkpoints, folder = kept(name)
     events = whole.growth["events"]
     assert len(events) >= 2
@@ -114,13 +111,13 @@ def test_resumed_before_its_last_event_a_run_equals_the_uninterrupted_one(
     assert_resumes(cli, folder, RESUMED[name], checkpoints[before], whole)
 
 
-def test_blocks_widths_and_sizes_grow_in_one_run_at_their_cost(kept: Kept) -> None:
+def test_cost_of_blocks_widths_and_image_sizes_that_grow_in_one_run(kept: Kept) -> None:
     run, *_ = kept("blocks")
     events, stages = run.growth["events"], run.results["stages"]
     assert [[one["block"] for one in e["inserted"]] for e in events] == [["layers.0.1"], ["layers.1.1"]]
     assert all(event["widths_before"] != event["widths_after"] for event in events)
     assert [event["input_size"] for event in events] == [6, 8]
-    # Half of three more channels would not be a whole number of pairs.
+    # New channels come in pairs: 0.75 of 4 channels is rounded up to 4.
     whole, middle = small_resnet((1, 8, 8), 10), CifarResNet(2, 10, 1, (4, 6))
     whole.load_state_dict(run.weights)
     middle.layers[1][1] = torch.nn.Identity()
@@ -131,7 +128,7 @@ def test_blocks_widths_and_sizes_grow_in_one_run_at_their_cost(kept: Kept) -> No
     inputs = [torch.zeros(1, 1, side, side) for side in (4, 6, 8)]
     flops = list(starmap(forward_flops, zip(networks, inputs, strict=True)))
     assert [stage["flops_per_sample"] for stage in stages] == flops
-    # One pass over whole images before each event.
+    # One pass over full-size images before each event.
     passes = sum(forward_flops(network, inputs[-1]) for network in networks[:-1])
     spent = sum(stage["epochs"] * stage["flops_per_sample"] for stage in stages) + passes
     assert run.results["train_cost_percent"] == pytest.approx(100 * spent / (6 * flops[-1]))
@@ -146,7 +143,7 @@ def test_emitted_weights_and_their_averages_leave_plain_networks(cli: CommandLin
     assert run.results["parity_max_error"] < 1e-3
     assert max(event["parity_error_eval"] for event in run.growth["events"]) <= 1e-5
     assert any(row["parameter"].endswith("weight.0.weight") for row in run.rates)
-    # The main network's FLOPs alone.
+    # Without the FLOPs of the hypernetwork.
     assert run.results["stages"][-1]["flops_per_sample"] == forward_flops(whole, torch.zeros(1, 1, 8, 8))
     average = torch.load(whole_run(cli, *RESUMED["hypernetworks"]).folder / "model_ema.pt", weights_only=True)
     assert average.keys() == run.weights.keys()
@@ -158,11 +155,11 @@ def test_emitted_weights_and_their_averages_leave_plain_networks(cli: CommandLin
     assert run.results["test_ema_loss"] == pytest.approx(run.results["test_loss"], rel=1e-4)
 
 
-def test_isotropic_layers_change_by_events_of_their_own(kept: Kept) -> None:
+def test_isotropic_layers_change_in_separate_events(kept: Kept) -> None:
     run, *_ = kept("isotropic")
     asked = [event.get("asked_by") == "isotropic" for event in run.growth["events"]]
     assert asked.count(False) == 2 and any(asked)
-    # Each epoch's cost is that of the widths that it was trained with.
+    # Each epoch counts for the stage with its widths.
     stages = run.results["stages"]
     assert sum(stage["epochs"] for stage in stages) == 6
     assert stages[-1]["widths"] == run.growth["events"][-1]["widths_after"]
@@ -181,11 +178,6 @@ def test_inputs_grow_to_their_full_size(cli: CommandLine, tmp_path: Path, name: 
 PARTS, EPOCHS = (0.4, 0.7, 1.0), (1, 1, 2)
 
 
-def mlp8_flops(width: int, classes: int) -> int:
-    """Forward pass of mlp8 on 8x8 images by hand: eight hidden layers, two for each multiply-add."""
-    return 2 * (64 * width + 7 * width * width + width * classes)
-
-
 def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None:
     run, *_ = kept("classes")
     folder = whole_run(cli, *RESUMED["classes"]).folder
@@ -193,7 +185,7 @@ def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None
     assert [stage["widths"]["classes"] for stage in results["stages"]] == [4, 7, 10]
     assert [event["widths_after"]["classes"] for event in events] == [7, 10]
     assert all("ema_parity_error_eval" in event for event in events)
-    # One pass over the images of the stage that ends, before the network grows.
+    # One pass over the images of the previous stage before each event.
     assert [event["auxiliary_samples"] for event in events] == [80, 140]
     flops = list(starmap(mlp8_flops, ((6, 4), (10, 7), (12, 10))))
     assert [stage["flops_per_sample"] for stage in results["stages"]] == flops
@@ -202,7 +194,7 @@ def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None
     reference = mlp8_flops(12, 10) * sum(e * 200 * p for e, p in zip(EPOCHS, PARTS, strict=True))
     assert results["train_cost_percent"] == pytest.approx(100 * (trained + passes) / reference)
     assert results["train_flops"] == pytest.approx(3 * (trained + passes))
-    # The weights that are left are an ordinary network's, whose outputs are in the order of the labels.
+    # The saved weights load into a plain network, with outputs in the order of the labels.
     data = ImageData("digits", limit_train=200, shift=0)
     data.setup()
     for name, key in (("model.pt", "test_accuracy"), ("model_ema.pt", "test_ema_accuracy")):
@@ -215,7 +207,7 @@ def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None
 
 
 def test_channels_of_images_arrive(cli: CommandLine, tmp_path: Path) -> None:
-    """The cost of each stage is that of a network with its number of channels."""
+    """Each stage costs as much as a network with its number of input channels."""
     images = write_fake_images(tmp_path / "images")
     run = finished(
         *(cli, tmp_path, "experiment=resnet20_cifar10", "data=folder", f"data.root={images}", "data.batch_size=4"),
@@ -240,8 +232,8 @@ def test_the_fixed_size_network_has_the_same_data(cli: CommandLine, tmp_path: Pa
     assert run.results["train_flops"] == 3 * mlp8_flops(12, 10) * trained
 
 
-def test_a_smaller_network_in_parts_of_epochs_within_a_budget_resumes(cli: CommandLine, tmp_path: Path) -> None:
-    """Three of six blocks, never grown: at one budget it trains for more epochs than the full network."""
+def test_a_smaller_network_within_a_budget_trains_longer_and_resumes(cli: CommandLine, tmp_path: Path) -> None:
+    """Three of six blocks, never grown, and three epochs for each pass over the data."""
     whole, checkpoints = kept_run(cli, tmp_path, SMALLER)
     steps, (stage,) = whole.checkpoint["global_step"], whole.results["stages"]
     blocks = {".".join(name.split(".")[:3]) for name in whole.weights if name.startswith("layers.")}
@@ -249,5 +241,5 @@ def test_a_smaller_network_in_parts_of_epochs_within_a_budget_resumes(cli: Comma
     full = 2 * 96 * forward_flops(resnet20((1, 8, 8), 10, width=4), torch.zeros(1, 1, 8, 8))
     spent = stage["epochs"] * 32 * stage["flops_per_sample"]
     assert stage["epochs"] > 2 * 3 and 0 <= full - spent < 32 * stage["flops_per_sample"]
-    # In the middle of the last part of an epoch.
+    # In the middle of the last epoch.
     assert_resumes(cli, tmp_path, SMALLER, checkpoints[steps - 1], whole)

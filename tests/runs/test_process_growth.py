@@ -1,6 +1,5 @@
-"""Two processes that decide by data, by how training goes or by the weights themselves grow as one process would."""
+"""Growth that depends on data, on progress or on the weights is the same with two processes as with one."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ import torch
 
 from tests.command_line import CommandLine
 from tests.rank_faults import same_on_both_ranks
-from tests.whole_runs import Left
+from tests.whole_runs import Left, read_events
 
 RUN = (
     *("data.limit_train=64", "data.limit_test=20", "data.batch_size=32", "data.validation=split"),
     *("lr_adapt=none", "trainer.precision=64-true", "checkpoint.every_n_steps=1"),
 )
 MLP = ("model=custom", "model._target_=tests.whole_runs.plain_mlp")
-# Batch normalisation over all images: auxiliary passes communicate, forward and backward.
+# Synchronised batch normalisation: auxiliary passes communicate, forward and backward.
 NORMED = (*MLP, "+model.batch_norm=true", "trainer.sync_batchnorm=true")
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]")
 DEMAND = (
@@ -56,15 +55,11 @@ CASES = {
 QUICK = ("tiny_normed",)
 
 
-def events_of(run: Path) -> list[dict[str, Any]]:
-    return json.loads((run / "growth.json").read_text())["events"]
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
 )
 def test_two_processes_grow_as_one(cli: CommandLine, tmp_path: Path, case: str) -> None:
-    """The same bits on both ranks and when resumed; those of one process except for the order of sums."""
+    """Equal bits on both ranks and after resuming; equal to one process except for the order of sums."""
     kept, checkpoints = tmp_path / "kept", tmp_path / "checkpoints"
     kept.mkdir()
     checkpoints.mkdir()
@@ -76,13 +71,12 @@ def test_two_processes_grow_as_one(cli: CommandLine, tmp_path: Path, case: str) 
 
     both = ("together", ["keep_ranks", str(kept)], ["keep_checkpoints", str(checkpoints)])
     two = run("two", "trainer=ddp_cpu", fault=both)
-    events = events_of(two)
+    events = read_events(two)
     assert same_on_both_ranks(kept) >= {f"stage{event['stage']}" for event in events}
 
-    # The process that saw all images decided the same.
     one = run("one", "trainer=cpu")
-    assert [event["widths_after"] for event in events] == [e["widths_after"] for e in events_of(one)]
-    assert [event["step"] for event in events] == [event["step"] for event in events_of(one)]
+    for key in ("widths_after", "step"):
+        assert [event[key] for event in events] == [event[key] for event in read_events(one)]
     assert len(events) >= 2
     alone, together = Left.by(one), Left.by(two)
     for row, other in zip(together.metrics, alone.metrics, strict=True):
@@ -91,7 +85,7 @@ def test_two_processes_grow_as_one(cli: CommandLine, tmp_path: Path, case: str) 
 
     if case == "firefly_split_plateau":
         return
-    # From the step before the last event, which computes its gradients again.
+    # Resume from the step before the last event, whose gradients are computed again.
     folder = tmp_path / "resumed"
     (folder / "checkpoints").mkdir(parents=True)
     shutil.copy(checkpoints / f"{events[-1]['step']}.ckpt", folder / "checkpoints" / "last.ckpt")

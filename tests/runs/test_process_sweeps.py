@@ -1,12 +1,8 @@
-"""Jobs of a sweep that take several processes, launchers and searches, and processes that torchrun starts."""
+"""Sweeps whose jobs use several processes, launchers, searches, and processes that torchrun starts."""
 
 import contextlib
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,19 +17,19 @@ from growlab.base.errors import UserError
 from growlab.lab.cli.sweeps import gpus_in_turn
 from growlab.lab.training import configuration
 from growlab.lab.training.processes import apart, is_first, num_devices, run_id, started_elsewhere, to_start
-from tests.command_line import ROOT, CommandLine, Outcome
-from tests.whole_runs import Left, table
+from tests.command_line import CommandLine, Outcome, new_process
+from tests.whole_runs import IMAGES, Left, read_results, table
 
 SMALL = (
-    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "schedule.epochs=[1,1]"),
-    *("schedule.widths=[0.5,1]", "model=mlp8", "model.width=12", "num_threads=1"),
+    *(*IMAGES, "schedule.epochs=[1,1]", "schedule.widths=[0.5,1]"),
+    *("model=mlp8", "model.width=12", "num_threads=1"),
 )
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "growlab")
 SWEEP = ("-m", *SMALL, "hydra.sweep.dir=sweep", "trainer=ddp_cpu")
 
 
 def results_below(folder: Path) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))]
+    return [read_results(path.parent) for path in sorted(folder.glob("*/results.json"))]
 
 
 def assert_one_table(outcome: Outcome, rows: int) -> None:
@@ -47,7 +43,7 @@ def test_each_job_has_the_devices_that_it_asks_for(cli: CommandLine, tmp_path: P
     assert_one_table(outcome, 1)
     one, two = results_below(tmp_path / "sweep")
     assert (one["world_size"], two["world_size"]) == (1, 2)
-    # All images of an epoch, whatever the number of processes: the same losses, summed in another order.
+    # An epoch has the same images with any number of processes; losses differ by the order of sums.
     losses = [[float(row["train_loss"]) for row in table(tmp_path / "sweep" / n / "metrics.csv")] for n in "12"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep"]
@@ -58,7 +54,7 @@ def test_each_job_has_the_devices_that_it_asks_for(cli: CommandLine, tmp_path: P
 def test_launchers(tmp_path: Path, launcher: str) -> None:
     plugin = launcher.partition("_")[0]
     pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher")
-    outcome = command(*SWEEP, f"hydra/launcher={launcher}", "seed=0,1", cwd=tmp_path)
+    outcome = new_process("-m", "growlab", *SWEEP, f"hydra/launcher={launcher}", "seed=0,1", cwd=tmp_path)
     assert_one_table(outcome, 1)
     assert [r["world_size"] for r in results_below(tmp_path / "sweep")] == [2, 2]
 
@@ -92,12 +88,12 @@ def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path:
 
 @pytest.mark.slow
 def test_processes_that_torchrun_has_started(tmp_path: Path) -> None:
-    outcome = command(*SMALL, "trainer=ddp_cpu", cwd=tmp_path, program=TORCHRUN)
+    outcome = new_process(*TORCHRUN, *SMALL, "trainer=ddp_cpu", cwd=tmp_path)
     assert outcome.code == 0, outcome.err
     (run,) = (tmp_path / "runs").glob("*/*")
-    assert json.loads((run / "results.json").read_text())["world_size"] == 2
+    assert read_results(run)["world_size"] == 2
     assert outcome.out.count("test accuracy") == 1
-    failed = command(*SMALL, "trainer=ddp_cpu", "data.batch_size=33", cwd=tmp_path, program=TORCHRUN)
+    failed = new_process(*TORCHRUN, *SMALL, "trainer=ddp_cpu", "data.batch_size=33", cwd=tmp_path)
     # torchrun's summary names the reason as the root cause.
     assert failed.code != 0 and re.search(r"Root Cause[^=]*traceback : a batch of 33 does not divide", failed.err)
 
@@ -132,7 +128,7 @@ def test_a_failure_under_torchrun_ends_every_process_within_seconds(
     (tmp_path / "failing.py").write_text(FAILING)
     network = ("model=custom", "model._target_=failing.Network", f"hydra.run.dir={tmp_path}")
     arguments = [a for a in SMALL if not a.startswith("model")]
-    outcome = command(*arguments, *network, "trainer=ddp_cpu", cwd=tmp_path, program=TORCHRUN)
+    outcome = new_process(*TORCHRUN, *arguments, *network, "trainer=ddp_cpu", cwd=tmp_path)
     assert outcome.code == (-signal.SIGKILL if how == "torchrun_killed" else 1), outcome.err
     deadline = float((tmp_path / "failed").read_text()) + 30
     while (left := processes_with(str(tmp_path))) and time.time() < deadline:
@@ -150,7 +146,7 @@ def test_a_restart_by_torchrun_resumes(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("HOW", how)
         resumed = ("ckpt_path=last", f"hydra.run.dir={folder}")
         program = (*TORCHRUN[:3], "--max-restarts=1", *TORCHRUN[3:])
-        outcome = command(*arguments, *resumed, "checkpoint.every_n_steps=1", cwd=tmp_path, program=program)
+        outcome = new_process(*program, *arguments, *resumed, "checkpoint.every_n_steps=1", cwd=tmp_path)
         assert outcome.code == 0, outcome.err
     assert (tmp_path / "failed").exists()
     assert Left.by(tmp_path / "killed").differences(Left.by(tmp_path / "whole")) == []
@@ -168,36 +164,22 @@ def processes_with(argument: str) -> list[str]:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 def test_gpus(tmp_path: Path, devices: int, precision: str) -> None:
-    """NCCL: the wrapper, the scaler and statistics over all ranks go through growth."""
+    """DDP with NCCL, the gradient scaler and synchronised statistics survive growth."""
     if torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} GPUs")
-    images = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "model.width=4")
+    images = (*IMAGES, "model.width=4")
     stages = ("schedule.epochs=[1,1,1]", "schedule.widths=[0.5,0.75,1]", "trainer.sync_batchnorm=true")
     trainer = ("trainer=ddp", f"trainer.devices={devices}", f"trainer.precision={precision}")
-    outcome = command(*images, *stages, *trainer, "hydra.run.dir=run", cwd=tmp_path)
+    outcome = new_process("-m", "growlab", *images, *stages, *trainer, "hydra.run.dir=run", cwd=tmp_path)
     assert outcome.code == 0, outcome.err
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    results = read_results(tmp_path / "run")
     assert results["world_size"] == devices and results["parity_max_error"] < 1e-3
 
 
-def command(*arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "growlab")) -> Outcome:
-    """A new process, as a user starts it."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, *program, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+# Functions -----------------------------------------------------------------------------------------------------
 
 
-# Pieces -----------------------------------------------------------------------------------------------------
-
-
-def test_plugins_are_given_growlabs_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_get_growlabs_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ConfigStore.instance()
     monkeypatch.setitem(configuration._PLUGINS, "hydra/sweeper/imagined", {"direction": "maximize"})
     store.store(group="hydra/sweeper", name="imagined", node={"direction": "minimize", "n_trials": 20})
@@ -255,7 +237,7 @@ SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher."
         ({"accelerator": "gpu", "devices": "auto"}, JOBLIB, [None] * 5),
         ({"accelerator": "gpu", "devices": [3]}, JOBLIB, [None] * 5),
         ({"accelerator": "cpu", "devices": 1}, JOBLIB, [None] * 5),
-        # One job after the other, and jobs whose scheduler gives them GPUs.
+        # Sequential jobs, and jobs whose scheduler assigns GPUs.
         ({"accelerator": "gpu", "devices": 1}, "hydra._internal.core_plugins.basic_launcher.BasicLauncher", [None] * 5),
         ({"accelerator": "gpu", "devices": 1}, f"{SUBMITIT}SlurmLauncher", [None] * 5),
     ],
@@ -272,12 +254,12 @@ def test_jobs_side_by_side_take_gpus_in_turn(
     assert given == turns
 
 
-def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_by_slurm_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = {"accelerator": "cpu", "devices": 4}
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     assert to_start(trainer) == 4 and is_first() and apart([], False) == []
-    # A batch script of SLURM that does not use srun, or a job of submitit: one task.
+    # A SLURM batch script without srun, or a job of submitit: one task.
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert to_start(trainer) == 4

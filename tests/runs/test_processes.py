@@ -1,6 +1,5 @@
-"""Runs of two processes on the CPU: ranks agree, one process gives the same numbers, a failure of one ends all."""
+"""Runs on two CPU processes: equal ranks, the numbers of one process, restarts, and failures that end all ranks."""
 
-import json
 import os
 import signal
 import time
@@ -10,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import whole_runs
 from tests.command_line import PROGRESS, CommandLine
 from tests.rank_faults import same_on_both_ranks
-from tests.whole_runs import MLP3, SMOOTH, STEPWISE, Left, slow, table
+from tests.whole_runs import MLP3, SMOOTH, STEPWISE, Left, read_events, read_results, slow, table
 
-IMAGES = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none")
+IMAGES = (*whole_runs.IMAGES, "data.validation=none")
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]")
 TWO = ("trainer=ddp_cpu", "hydra.run.dir=run")
 MLP = (*IMAGES, *STAGES, *MLP3)
@@ -22,11 +22,11 @@ MLP = (*IMAGES, *STAGES, *MLP3)
 
 @pytest.fixture
 def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
-    """Run the command line to its end and return the run's folder."""
+    """Return a function that makes a run and returns its folder."""
 
     def run(*arguments: str, folder: str = "run", fault: tuple | None = None) -> Path:
         outcome = cli.done(*arguments, f"hydra.run.dir={folder}", cwd=tmp_path, fault=fault)
-        # torch says in C++ that no parameter was unused, before growlab can ask it not to.
+        # torch's C++ code warns about `find_unused_parameters` before growlab can silence it.
         lines = [line for line in outcome.err.splitlines() if not line.startswith("[rank0]:[W")]
         assert all(line.startswith(PROGRESS) for line in lines), outcome.err
         return tmp_path / folder
@@ -35,7 +35,7 @@ def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
 
 
 def assert_as_one(two: Path, one: Path, **tolerance: float) -> list[float]:
-    """Two processes had the losses and weights of one; gives its losses."""
+    """Assert equal losses and weights of runs on two processes and on one; return the losses."""
     losses = [[float(row["train_loss"]) for row in table(run / "metrics.csv")] for run in (two, one)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-7)
     weights, expected = (torch.load(run / "model.pt", weights_only=True) for run in (two, one))
@@ -53,7 +53,7 @@ MLP8 = ("model=mlp8", "model.width=12")
 @pytest.mark.parametrize(
     "arguments",
     [
-        # Batch normalisation over all ranks, a batch size for each stage.
+        # Synchronised batch normalisation, a batch size for each stage.
         (
             *(*SMOOTH, "schedule.batch_growth_rate=0.1", "schedule.total_epochs=4"),
             *("schedule.num_stages=4", "schedule.initial_width=0.25", "optimizer.lr=0.02"),
@@ -70,18 +70,17 @@ MLP8 = ("model=mlp8", "model.width=12")
     ],
     ids=["synchronised", "accumulated", "static_graph"],
 )
-def test_ranks_are_equal_and_the_losses_those_of_one_process(
+def test_ranks_are_equal_and_losses_are_those_of_one_process(
     finished: Callable[..., Path], tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
-    """After each event and epoch, in float64: only the order of sums differs."""
+    """In float64, after each event and epoch; losses differ by the order of sums."""
     kept = tmp_path / "kept"
     kept.mkdir()
     two = finished(*PRECISE, *arguments, "trainer=ddp_cpu", folder="two", fault=("keep_ranks", str(kept)))
-    events = json.loads((two / "growth.json").read_text())["events"]
+    events, results = read_events(two), read_results(two)
     names = {*(f"stage{stage}" for stage in range(1, len(events) + 1)), *(f"epoch{epoch}" for epoch in range(4))}
     assert len(events) >= 2 and same_on_both_ranks(kept) == names
     assert all(event["seconds_by_part"]["rank_check"] > 0 for event in events)
-    results = json.loads((two / "results.json").read_text())
     sizes = [stage["batch_size"] for stage in results["stages"]]
     assert (results["world_size"], results["batch_size"], sizes[-1]) == (2, 32, 32)
     alone = [a for a in arguments if not any(name in a for name in ("strategy", "batch_growth", "sync_"))]
@@ -104,18 +103,20 @@ def test_ranks_are_equal_and_the_losses_those_of_one_process(
     ],
     ids=["looks_back", "deepens", "decides"],
 )
-def test_two_processes_look_back_deepen_and_decide_as_one(
+def test_osgd_depth_and_triggers_on_two_processes_equal_one(
     finished: Callable[..., Path], options: tuple[str, ...]
 ) -> None:
-    # Without batch normalisation: each rank would normalise by its own images.
+    # Without batch normalisation, which would use each rank's own images.
     arguments = (*MLP, "model.batch_norm=false", "trainer.precision=64-true", *options)
     two = finished(*arguments, "trainer=ddp_cpu", folder="two")
     one = finished(*arguments, "trainer=cpu", folder="one")
     assert_as_one(two, one, rtol=1e-6, atol=1e-9)
 
 
-def test_statistics_of_each_rank_and_half_precision(finished: Callable[..., Path], tmp_path: Path) -> None:
-    """Ranks hold the same at the end of each epoch, though each normalises by its own images in between."""
+def test_ranks_with_their_own_statistics_are_equal_after_each_epoch(
+    finished: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In mixed precision; within an epoch each rank has its own running statistics."""
     kept = tmp_path / "kept"
     kept.mkdir()
     arguments = (
@@ -139,10 +140,10 @@ KILL = int(signal.SIGKILL)
 RESTARTED = (*MLP, STEPWISE, "log_rates_every_n_steps=1")
 
 
-def test_two_ranks_stop_together_and_a_restarted_run_ends_as_if_nothing_had_happened(
+def test_ranks_stop_and_restart_together_with_exact_results(
     cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
 ) -> None:
-    """A signal that reaches one rank stops both; one rank killed in an event restarts both: the same bits."""
+    """A signal to one rank stops both; killing one in an event restarts both; results are equal bit for bit."""
     command = (*RESTARTED, *TWO, "trainer.max_restarts=1")
     outcome = cli.done(*command, cwd=tmp_path, fault=("on_rank", 1, "at_step", 2, int(signal.SIGTERM)))
     (line,) = (line for line in outcome.err.splitlines() if "resume with" in line)
@@ -163,12 +164,12 @@ def test_two_ranks_stop_together_and_a_restarted_run_ends_as_if_nothing_had_happ
         slow(2, [(1, "at_step", 1, KILL), (0, "in_growth", 1, KILL)], ["process 1 of 2", "process 0 of 2"]),
         # Inside an epoch, and between two files of a checkpoint.
         slow(2, [(0, "at_step", 5, KILL), (0, "at_write", 2, "unnamed", KILL)], ["process 0 of 2"] * 2),
-        # A mistake that another attempt does not meet.
+        # A bug that occurs in the first attempt only.
         slow(2, [(1, "breaks", 4)], ["RuntimeError: our own mistake"]),
     ],
     ids=["one_device", "event", "checkpoint", "mistake"],
 )
-def test_restarted_processes_end_as_if_nothing_had_happened(
+def test_restarts_are_exact(
     cli: CommandLine,
     uninterrupted: Callable[..., Left],
     tmp_path: Path,
@@ -176,7 +177,7 @@ def test_restarted_processes_end_as_if_nothing_had_happened(
     kills: list[tuple[object, ...]],
     messages: list[str],
 ) -> None:
-    """The same bits; a checkpoint that lay in the folder before is not this run's."""
+    """Bit for bit; an older checkpoint in the folder is not used."""
     arguments = (*RESTARTED, "trainer=cpu" if ranks == 1 else "trainer=ddp_cpu")
     older = tmp_path / "run" / "checkpoints" / "last.ckpt"
     older.parent.mkdir(parents=True)
@@ -193,18 +194,18 @@ def test_restarted_processes_end_as_if_nothing_had_happened(
     ("fault", "message", "restarts"),
     [
         (("at_step", 2, KILL), "process 1 of 2 was ended by SIGKILL (out of memory, or from outside)", 1),
-        # What a user has to mend fails each time.
+        # Errors that the user has to fix would occur again.
         (("fails", "step", 2, "the disk is gone."), "error: the disk is gone.", 0),
         slow(("at_write", 2, "unnamed", KILL), "(restarts so far: 1)", 1),
     ],
     ids=["killed", "user_error", "checkpoint"],
 )
-def test_restarts_come_to_an_end(
+def test_the_number_of_restarts_is_limited(
     cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], message: str, restarts: int
 ) -> None:
     rank = 0 if fault[0] == "at_write" else 1
     more = (*TWO, "trainer.max_restarts=1")
-    # The process that starts the others meets them without looking up names.
+    # The parent process connects to the ranks without a name server.
     both = ("together", ["on_rank", rank, *fault], ["no_names"])
     outcome = cli(*RESTARTED, *more, cwd=tmp_path, fault=both)
     assert outcome.code == 2, outcome.err
@@ -212,8 +213,8 @@ def test_restarts_come_to_an_end(
     assert outcome.err.count("; restart 1 of 1") == restarts
 
 
-def test_a_signal_to_end_is_no_reason_for_a_restart(cli: CommandLine, tmp_path: Path) -> None:
-    """Ranks that have not begun to listen are killed by it."""
+def test_sigterm_does_not_restart(cli: CommandLine, tmp_path: Path) -> None:
+    """It kills ranks that do not handle signals yet."""
     fault = ("on_rank", 1, "signal_parent", int(signal.SIGTERM))
     outcome = cli(*RESTARTED, *TWO, "trainer.max_restarts=3", cwd=tmp_path, fault=fault)
     assert outcome.code == 2 and "was ended by SIGTERM" in outcome.err and "; restart" not in outcome.err
@@ -234,7 +235,7 @@ def test_a_signal_to_end_is_no_reason_for_a_restart(cli: CommandLine, tmp_path: 
     ],
     ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_a_failure_of_one_rank_stops_all_with_one_sentence(
+def test_a_failure_of_one_rank_stops_all_with_one_message(
     cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], message: str
 ) -> None:
     outcome = cli(*MLP, "optimizer_state=inherit", *TWO, cwd=tmp_path, fault=("on_rank", 1, *fault))
@@ -243,10 +244,10 @@ def test_a_failure_of_one_rank_stops_all_with_one_sentence(
 
 
 @pytest.mark.slow
-def test_the_check_may_be_left_out_and_passes_over_statistics_of_each_rank(finished: Callable[..., Path]) -> None:
+def test_the_rank_check_ignores_running_statistics_and_can_be_disabled(finished: Callable[..., Path]) -> None:
     finished(*MLP, *TWO, fault=("on_rank", 1, "drift", "buffer", 3))
     run = finished(*MLP, *TWO, "check_ranks=false", fault=("on_rank", 1, "drift", "weight", 5))
-    assert [event["stage"] for event in json.loads((run / "growth.json").read_text())["events"]] == [1, 2]
+    assert [event["stage"] for event in read_events(run)] == [1, 2]
 
 
 @pytest.mark.slow
@@ -276,7 +277,7 @@ def runs(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # Nobody may have asked for its exit code yet.
+    # A zombie, if its exit code has not been read.
     return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 

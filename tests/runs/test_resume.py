@@ -1,4 +1,4 @@
-"""A run that was killed, stopped or damaged at any moment and resumed equals an uninterrupted one, bit for bit."""
+"""Runs that are killed, stopped or damaged at any moment and resumed equal uninterrupted ones, bit for bit."""
 
 import re
 import shlex
@@ -16,6 +16,8 @@ from growlab.lab.training.checkpoints import LAST, PREVIOUS, read_header, usable
 from growlab.lab.training.configuration import resume_override
 from tests.command_line import CommandLine
 from tests.whole_runs import (
+    BASE,
+    IMAGES,
     MLP,
     NUM_STEPS,
     SMALL,
@@ -44,12 +46,11 @@ ACCUMULATED = (
     *(*MLP, "growth=pairs", "trainer.accumulate_grad_batches=2", "trainer.precision=bf16-mixed"),
     *("schedule.learning_rate.restarts=stage", "schedule.learning_rate.warmup_epochs=0.5"),
 )
-# Looks at training data at every event; its average must not look again.
+# Uses training data at every event, but not again for the average.
 FIREFLY = (*MLP, "growth=firefly", "growth.steps=2", "lr_adapt=none", "ema.decay=0.9")
-# A method that decides widths by itself, by epochs and within them; both grow and shrink.
+# A method that chooses widths, after epochs or within them; they grow and shrink.
 _ISOTROPIC = (
-    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
-    *("schedule.total_epochs=6", "log_rates_every_n_steps=2", "model=isotropic_mlp", "model.width=9"),
+    *(*BASE, "schedule.total_epochs=6", "model=isotropic_mlp", "model.width=9"),
     *("model.depth=2", "growth=isotropic", "lr_adapt=none", "optimizer=adamw", "optimizer.lr=0.02"),
 )
 ISOTROPIC = (*_ISOTROPIC, "growth.threshold=0.55", "growth.reserve_neurons=2", "growth.neurons_per_event=2")
@@ -58,33 +59,30 @@ BY_STEPS = (
     *("growth.threshold=0.1", "growth.reserve_neurons=2", "growth.removal_compensation=batch"),
     "growth.least_squares=true",
 )
-# Growth on demand: widths that the run decides by what was recorded and by the optimizer's state.
+# Growth on demand, by records and the optimizer's state.
 ON_DEMAND = (
-    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
-    *("schedule=gradient", "schedule.total_epochs=6", "schedule.num_stages=3", "schedule.initial_width=0.5"),
-    *("schedule.grow_when.groups=gradient", "schedule.grow_when.ratio=1", "log_rates_every_n_steps=2"),
+    *(*BASE, "schedule=gradient", "schedule.total_epochs=6", "schedule.num_stages=3", "schedule.initial_width=0.5"),
+    *("schedule.grow_when.groups=gradient", "schedule.grow_when.ratio=1"),
     *("model=mlp8", "model.width=12", "model.batch_norm=true"),
 )
-# A hypernetwork emits the weights.
+# Weights emitted by a hypernetwork.
 HYPERFAN = (
-    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none"),
+    *(*IMAGES, "data.validation=none"),
     *("schedule.epochs=[1,1,1]", "schedule.widths=[0.25,0.75,1]", "log_rates_every_n_steps=2"),
     *("growth=hyperfan", "growth.embedding_features=3", "model.width=8", "optimizer.lr=0.01"),
 )
 CHUNKS = (*HYPERFAN, "growth.sharing=chunk", "growth.hidden_features=[4]")
-
-
 DROPOUT = (*SMALL, "model=custom", "model._target_=tests.whole_runs.dropout_mlp", "growth=net2net")
 STREAMED = (*DROPOUT, "data.in_memory=false", "data.num_workers=1", "trainer.precision=bf16-mixed")
 TWO_RANKS = (*MLP, "trainer=ddp_cpu")
 
 
 def test_killed_again_and_again(cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path) -> None:
-    """A run that saves itself at the ends of epochs alone; `tests.chaos` kills one that does at every step."""
+    """With checkpoints at the ends of epochs only; `tests.chaos` kills runs with checkpoints at every step."""
     faults = [
         # Before the first checkpoint, and before a growth event.
         ("at_step", 2, SIGKILL),
-        # The epoch's rows are written, its checkpoint is not; the checkpoint is there, the epoch has not ended.
+        # After the rows of an epoch and before its checkpoint; after the checkpoint and before the epoch's end.
         ("at_checkpoint", 2, "before", SIGKILL),
         ("at_checkpoint", 1, "after", SIGKILL),
         ("before_growth", 2, SIGKILL),
@@ -106,10 +104,7 @@ def test_killed_again_and_again(cli: CommandLine, uninterrupted: Callable[..., L
 def test_every_kind_of_run_resumes(
     cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path, arguments: tuple[str, ...], behind: int
 ) -> None:
-    """With the first growth event still to come, or one step behind it, in the middle of an epoch.
-
-    tests/runs/test_parts.py resumes runs whose blocks, classes and inputs grow.
-    """
+    """Right before the first growth event, or one step after it; test_parts.py resumes runs with parts."""
     run = whole(*arguments)
     first, second, *_ = (event["step"] for event in run.left.growth["events"])
     assert first + behind < second
@@ -135,20 +130,20 @@ def test_killed_at_every_step(
         (MLP, [(("at_step", 4, SIGTERM), 4), (("at_validation", 3, 0, SIGTERM), 12), (("at_step", 14, SIGINT), 14)]),
         slow(
             (*MLP, "data.eval_batch_size=4"),
-            # The last step of an epoch and of a stage: the epoch's end and validation follow first.
+            # After the last step of an epoch and stage, validation runs before the signal is handled.
             [(("at_step", 5, SIGUSR1), 5), (("at_step", 6, SIGTERM), 6), (("at_validation", 3, 1, SIGTERM), 12)],
         ),
     ],
     ids=["inside", "boundaries"],
 )
-def test_a_signal_saves_at_once_and_prints_the_command_that_resumes(
+def test_a_signal_saves_and_prints_the_command_that_resumes(
     cli: CommandLine,
     uninterrupted: Callable[..., Left],
     tmp_path: Path,
     arguments: tuple[str, ...],
     faults: list[tuple[tuple[Any, ...], int]],
 ) -> None:
-    """The printed command finds the run from any folder, as `ckpt_path=last` does from the run's own."""
+    """The printed command works from any folder, `ckpt_path=last` from that of the first call."""
     place = tmp_path / "odd (copy), v2={x}"
     place.mkdir()
     command = (*arguments, "checkpoint.signals=[SIGTERM,SIGUSR1]")
@@ -167,18 +162,18 @@ def test_a_signal_saves_at_once_and_prints_the_command_that_resumes(
         printed, where = shlex.split(line.split("resume with: growlab ")[1]), tmp_path
     cli.done(*printed, cwd=where)
     assert list((place / "runs").glob("*/*")) == [run] and not (tmp_path / "runs").exists()
-    # Runs that start within a second have different names.
+    # The name contains microseconds, since runs may start within a second.
     assert re.fullmatch(r"[\d-]{10}_[\d-]{8}_\d{6}", run.name)
     assert Left.by(run).differences(uninterrupted(*arguments)) == []
 
 
-# Which run, and from which folder -------------------------------------------------------------------------
+# Folders of resumed runs -------------------------------------------------------------------------
 
 
 def test_a_job_of_a_sweep_that_was_killed_resumes(
     cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
 ) -> None:
-    """The same command again, without `ckpt_path`; a job of other settings starts from the beginning."""
+    """By the same command without `ckpt_path`; a job with other settings starts from the beginning."""
     sweep = ("-m", *MLP, "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", "seed=0,1")
     assert cli(*sweep, cwd=tmp_path, fault=("at_step", 14, SIGKILL)).code == -SIGKILL
     job = tmp_path / "sweep" / "0"
@@ -186,7 +181,7 @@ def test_a_job_of_a_sweep_that_was_killed_resumes(
     shutil.copytree(tmp_path / "sweep", tmp_path / "other")
     again = cli.done(*sweep, cwd=tmp_path)
     assert again.out.count("resuming from") == 1 and "sweep/0/checkpoints" in again.out
-    # The second job of a process is the same as a run in a process of its own.
+    # The second job of a process equals a separate run.
     for seed in (0, 1):
         whole = uninterrupted(*MLP, *[f"seed={seed}"] * seed)
         assert Left.by(tmp_path / "sweep" / str(seed)).differences(whole) == []
@@ -197,8 +192,8 @@ def test_a_job_of_a_sweep_that_was_killed_resumes(
     assert "other/0 was interrupted with optimizer.lr=" in changed.err
 
 
-def test_a_finished_run_is_not_trained_again(cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path) -> None:
-    """Killed after the last checkpoint, before results: they are made from the checkpoint."""
+def test_a_finished_run_is_not_trained_further(cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path) -> None:
+    """After a kill between the last checkpoint and the results, these are made from the checkpoint."""
     run = whole(*MLP)
     shutil.copytree(run.folder, tmp_path / "run")
     (tmp_path / "run" / "results.json").unlink()
@@ -207,20 +202,20 @@ def test_a_finished_run_is_not_trained_again(cli: CommandLine, whole: Callable[.
     assert "stage" not in outcome.err
     again = Whole(tmp_path / "run", outcome.out, outcome.err)
     assert again.left.differences(run.left) == []
-    # The command that makes the run, not the one that resumed it.
+    # The recorded command is that of the run, without `ckpt_path`.
     assert again.results["command"].split() == [
         word for word in run.results["command"].split() if "ckpt_path" not in word
     ]
 
 
-def test_a_sweep_resumes_in_the_folder_that_it_is_given() -> None:
+def test_resuming_a_sweep_needs_its_folder() -> None:
     command = ["seed=0,1", "ckpt_path=last"]
     with pytest.raises(UserError, match=r"add hydra\.sweep\.dir=FOLDER"):
         resume_override(command, multirun=True)
     assert resume_override([*command, "hydra.sweep.dir=sweep"], multirun=True) is None
 
 
-def test_a_checkpoint_resumes_in_another_folder_with_the_data_in_another_place(
+def test_a_checkpoint_resumes_in_another_folder_with_other_data_settings(
     cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
     run = whole(*MLP)
@@ -234,7 +229,7 @@ def test_a_checkpoint_resumes_in_another_folder_with_the_data_in_another_place(
 def test_a_run_resumes_on_another_number_of_ranks(
     cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
-    """Batches are global ones, so only float sums differ, if batch normalisation sees whole batches."""
+    """With synchronised batch normalisation only sums differ, since batch sizes are global."""
     run = whole(*MLP)
     outcome = resumed_from(cli, tmp_path, TWO_RANKS, run.checkpoints[5])
     assert outcome.code == 2 and "statistics over 1/2 of each batch, not 1/1" in outcome.err, outcome.err
@@ -280,7 +275,7 @@ def test_other_files_are_refused(
 
 @pytest.fixture
 def two_checkpoints(whole: Callable[..., Whole], tmp_path: Path) -> Path:
-    """The checkpoints of a run that was killed after its ninth step."""
+    """Checkpoints folder of a run that was killed after its ninth step."""
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     for step, name in ((8, PREVIOUS), (9, LAST)):
@@ -289,7 +284,7 @@ def two_checkpoints(whole: Callable[..., Whole], tmp_path: Path) -> Path:
 
 
 def flip_a_bit(path: Path) -> None:
-    """Change one bit of one number: the file is whole, and torch loads it without a warning."""
+    """Change one bit of a weight, in a file that torch still loads without a warning."""
     content = bytearray(path.read_bytes())
     name, weight = next(iter(torch.load(path, weights_only=True)["state_dict"].items()))
     content[content.index(weight.numpy().tobytes()) + 2] ^= 1
@@ -297,18 +292,18 @@ def flip_a_bit(path: Path) -> None:
     assert not torch.equal(torch.load(path, weights_only=True)["state_dict"][name], weight)
 
 
-def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(
     cli: CommandLine, uninterrupted: Callable[..., Left], two_checkpoints: Path, tmp_path: Path
 ) -> None:
     flip_a_bit(two_checkpoints / LAST)
     outcome = cli(*MLP, STEPWISE, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
     assert outcome.code == 0 and "is damaged (" in outcome.err, outcome.err
     assert Left.by(tmp_path / "run").differences(uninterrupted(*MLP)) == []
-    # Nothing is left but the two newest.
+    # Only the two newest are kept.
     assert sorted(path.name for path in two_checkpoints.iterdir()) == [LAST, PREVIOUS]
 
 
-def test_the_newest_whole_checkpoint_is_found(two_checkpoints: Path) -> None:
+def test_the_newest_undamaged_checkpoint_is_found(two_checkpoints: Path) -> None:
     run, last, previous = two_checkpoints.parent, two_checkpoints / LAST, two_checkpoints / PREVIOUS
     whole = last.read_bytes()
     assert usable_checkpoint(run) == (last, None)
@@ -325,7 +320,7 @@ def test_the_newest_whole_checkpoint_is_found(two_checkpoints: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "code"), [(20_000, 0), slow(8_000, 2)], ids=["checkpoints", "results"])
 def test_training_continues_on_a_full_disk(cli: CommandLine, tmp_path: Path, limit: int, code: int) -> None:
-    """From the second epoch on no checkpoint can be written, then no result either: the first one survives."""
+    """From the second epoch on no checkpoint can be saved, with the lower limit no results either."""
     outcome = cli(*MLP, "hydra.run.dir=run", cwd=tmp_path, fault=("full_disk", 1, limit))
     assert outcome.code == code and "Traceback" not in outcome.err, outcome.err
     assert outcome.err.count("warning: no checkpoint at step") == 5 and "epoch 5/5" in outcome.err

@@ -1,4 +1,4 @@
-"""One process writes to a run's folder at a time, and an earlier run's results are not taken for a later one's."""
+"""Run folders: locks, commands on a folder, names, and removal of results of earlier runs."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SIGKILL = int(signal.SIGKILL)
 
 
 def test_a_folder_is_locked_by_one_process_until_it_ends(tmp_path: Path) -> None:
-    """Also when it is killed and a process that it has forked lives on, such as one that reads data."""
+    """A killed process releases the lock although its child, such as a data worker, is still running."""
     reading, writing = os.pipe()
     holder = os.fork()
     if holder == 0:
@@ -53,13 +53,13 @@ def test_a_folder_is_locked_by_one_process_until_it_ends(tmp_path: Path) -> None
         os.waitpid(holder, 0)
 
 
-@pytest.mark.slow  # it waits for the folder twice five seconds
-def test_a_second_run_in_the_folder_is_refused_and_leaves_the_first_alone(cli: CommandLine, tmp_path: Path) -> None:
-    """Nor does a job of a sweep record a failure there."""
+@pytest.mark.slow  # waits for the lock twice for five seconds
+def test_a_second_run_in_a_folder_is_refused_and_writes_nothing(cli: CommandLine, tmp_path: Path) -> None:
+    """A job of a sweep does not record its failure there either."""
     run = tmp_path / "run"
     run.mkdir()
     with lock_folder(run):
-        # A job of a sweep: what it runs waits five seconds for the folder, and so does a run by itself.
+        # Both the job and its run wait five seconds for the lock.
         outcome = cli("-m", *MLP, "hydra.sweep.dir=.", "hydra.sweep.subdir=run", cwd=tmp_path)
         assert outcome.code == 2 and "another process is at work in " in outcome.err
     assert not (run / "config.yaml").exists() and not (run / FAILURE).exists()
@@ -76,7 +76,7 @@ def test_a_run_is_shown_tested_again_and_resumed_by_its_folder(
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert tested.code == 0 and numbers["accuracy"] == pytest.approx(done.results["test_accuracy"])
     assert numbers["loss"] == pytest.approx(done.results["test_loss"]) and 0 <= numbers["calibration_error"] <= 1
-    # The same images in a folder without parts: all of them are tested, standardised as the run's training images.
+    # Test on the same images in a folder without parts, with the run's normalisation.
     test = load_digits()["test"]
     for place in first_balanced(test.labels, 40):
         file = tmp_path / "copies" / test.classes[test.labels[place]] / f"{place}.png"
@@ -90,7 +90,7 @@ def test_a_run_is_shown_tested_again_and_resumed_by_its_folder(
     (run / "results.json").unlink()
     assert cli("resume", "run", cwd=tmp_path).code == 0 and (run / "results.json").exists()
     assert cli("resume", ".", cwd=tmp_path).code == 2
-    # Rows that are kept without the command have a result still.
+    # A run without its command still has results to show.
     shutil.rmtree(run / ".hydra")
     kept = cli("show", "run", cwd=tmp_path)
     assert kept.code == 0 and "test accuracy" in kept.out and "schedule.widths" not in kept.out and not kept.err
@@ -105,13 +105,13 @@ def test_a_refused_run_leaves_no_folder_and_a_job_is_named_by_what_differs(cli: 
     assert names[1] == "1_+other=y,seed=0" and names[0] == f"0_+other={long},seed=0" and len(names) == 4
 
 
-def test_a_killed_run_is_not_taken_for_the_one_before_it(
+def test_a_killed_run_does_not_keep_results_of_an_earlier_one(
     cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole(*MLP).folder, run)
     before = (run / "results.json").read_bytes()
-    # Bad input leaves everything as it is.
+    # Invalid input changes no file.
     assert cli(*MLP, "hydra.run.dir=run", "optimizer.lr=-1", cwd=tmp_path).code == 2
     assert (run / "results.json").read_bytes() == before
     fault = ("at_step", 7, SIGKILL)
@@ -120,7 +120,7 @@ def test_a_killed_run_is_not_taken_for_the_one_before_it(
     assert not (run / "results.json").exists() and len(table(run / "metrics.csv")) < 6
 
 
-def test_results_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_results_are_removed(tmp_path: Path) -> None:
     kept = ("metrics.csv", "config.yaml", "notes.txt", "mine.pt")
     for name in (*kept, "results.json", "report.html", "model.pt", "model_ema.pt"):
         (tmp_path / name).touch()
@@ -137,7 +137,7 @@ def test_results_are_removed_and_nothing_else(tmp_path: Path) -> None:
         *("it's", "back\\slash", "end\\", "quote\\'d", "two\\\\'", "a:b", "[x]", "~/x", " x"),
     ],
 )
-def test_an_override_of_a_folder_means_that_folder(folder: str) -> None:
+def test_folder_names_are_quoted_in_overrides(folder: str) -> None:
     override = in_folder(Path(folder))
     (typed,) = shlex.split(shlex.quote(override))
     parsed = OverridesParser.create().parse_override(typed)
@@ -145,7 +145,9 @@ def test_an_override_of_a_folder_means_that_folder(folder: str) -> None:
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
-def test_a_folder_that_is_named_is_the_one(plus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_folder_is_not_replaced_by_the_last_one(
+    plus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert name_of(f"{plus}hydra.run.dir=here") == "hydra.run.dir"
     assert resume_override([f"{plus}ckpt_path=last", f"{plus}hydra.run.dir=here"]) is None
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Runs that start from a file: its weights, its optimizer's state, and files of other optimizers."""
+"""`start_from=FILE`: weights, state of the optimizer, and files of other optimizers."""
 
 import logging
 from pathlib import Path
@@ -15,6 +15,7 @@ from growlab.lab.networks import mlp5, mlp8
 from growlab.lab.training.checkpoints import start_from
 from growlab.optim import named_state
 from tests.command_line import CommandLine
+from tests.whole_runs import same
 
 
 def make(seed: int) -> Grower:
@@ -36,29 +37,29 @@ def trained(grower: Grower) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_a_first_stage_begins_with_the_weights_and_the_optimizer_of_a_file(tmp_path: Path) -> None:
+def test_weights_and_optimizer_state_are_loaded(tmp_path: Path) -> None:
     one, other = make(0), make(1)
     optimizer = trained(one)
     saved = {name: tensor.clone() for name, tensor in one.network.state_dict().items()}
-    assert any(not torch.equal(tensor, other.network.state_dict()[name]) for name, tensor in saved.items())
+    assert not same(other.network.state_dict(), saved)
     taken = named_state(optimizer, one.network)
     torch.save({"state_dict": saved, "optimizer": taken}, tmp_path / "seed.pt")
     begun = start_from(other, str(tmp_path / "seed.pt"), sgd)(other.network.parameters())
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.network.state_dict().items())
+    assert same(other.network.state_dict(), saved)
     assert taken["state"]
     for name, parameter in other.network.named_parameters():
         assert torch.equal(begun.state[parameter]["momentum_buffer"], taken["state"][name]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("optimizer", ["none", "foreign", "other"])
-def test_state_of_another_optimizer_is_left_out(
+def test_state_of_another_optimizer_is_ignored_with_a_warning(
     optimizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = make(0), make(1)
     state = trained(one)
     content: dict[str, Any] = dict(one.network.state_dict())
     if optimizer == "foreign":
-        # As many scripts save it, by number.
+        # Many scripts save the state by number.
         content = {"model": content, "optimizer": state.state_dict()}
     elif optimizer == "other":
         content = {"state_dict": content, "optimizer": {"class": "torch.optim.adam.Adam", "state": {}}}
@@ -66,14 +67,13 @@ def test_state_of_another_optimizer_is_left_out(
     with caplog.at_level(logging.WARNING):
         begun = start_from(other, str(tmp_path / "seed.pt"), sgd)(other.network.parameters())
     assert not begun.state
-    weights = one.network.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in other.network.state_dict().items())
-    told = "left aside: it is of torch.optim.adam.Adam, not of growlab.optim.sgd.SGD" in caplog.text
-    assert told == (optimizer == "other")
+    assert same(other.network.state_dict(), one.network.state_dict())
+    warned = "left aside: it is of torch.optim.adam.Adam, not of growlab.optim.sgd.SGD" in caplog.text
+    assert warned == (optimizer == "other")
 
 
-def test_a_run_takes_both_and_a_resumed_one_neither(cli: CommandLine, tmp_path: Path) -> None:
-    """A resumed run has its checkpoint; the file may be gone by then."""
+def test_a_run_loads_both_and_a_resumed_one_neither(cli: CommandLine, tmp_path: Path) -> None:
+    """A resumed run loads its checkpoint; the file is not needed."""
     options = (
         *("model=mlp5", "model.width=8", "data.limit_train=60", "data.limit_test=20", "growth=none"),
         *("lr_adapt=none", "schedule=exponential", "schedule.total_epochs=2", "data.validation=none"),
@@ -86,8 +86,7 @@ def test_a_run_takes_both_and_a_resumed_one_neither(cli: CommandLine, tmp_path: 
         torch.save({"state_dict": weights, "optimizer": optimizer}, tmp_path / f"{name}.pt")
         cli.done(*options, f"start_from={name}.pt", f"hydra.run.dir={name}", cwd=tmp_path)
         ends[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
-    assert any(not torch.equal(tensor, ends["without"][key]) for key, tensor in ends["with"].items())
+    assert not same(ends["with"], ends["without"])
     (tmp_path / "with.pt").unlink()
     cli.done(*options, "start_from=with.pt", "hydra.run.dir=with", "ckpt_path=last", cwd=tmp_path)
-    resumed = torch.load(tmp_path / "with" / "model.pt", weights_only=True)
-    assert all(torch.equal(tensor, resumed[key]) for key, tensor in ends["with"].items())
+    assert same(torch.load(tmp_path / "with" / "model.pt", weights_only=True), ends["with"])

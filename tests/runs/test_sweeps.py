@@ -1,4 +1,4 @@
-"""A sweep continues after a failure, says what failed and why, and is not run twice."""
+"""Sweeps: failures of jobs, finished jobs that are skipped, names, and selection by validation."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def named(lines: str, start: str) -> list[str]:
     return [line for line in lines.splitlines() if line.startswith(start)]
 
 
-def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_failed_job_is_reported_and_alone_runs_again(cli: CommandLine, tmp_path: Path) -> None:
     first = cli(*SWEEP, cwd=tmp_path)
     assert first.code == 2
     assert named(first.err, "error: ") == ["error: 1 job of the sweep failed."]
@@ -39,7 +39,7 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
     content = json.loads(failure.read_text())
     assert "seed must be less than" in content["reason"] and "Traceback" in content["traceback"]
     assert f"seed={TOO_LARGE}" in content["overrides"]
-    # The table has both rows, and names the failure.
+    # The table has both seeds, and a warning names the failure.
     assert "(2) " in first.out and "everything about these runs: sweep" in first.out
     assert named(first.err, f"warning: sweep/{failure.parent.name} failed: seed must be less than")
 
@@ -48,7 +48,7 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
     assert named(again.out, "finished before: ") == [f"finished before: {seeds[seed].parent}" for seed in (0, 1)]
     assert named(again.err, "job 2 (") and f"seed={TOO_LARGE}) failed: " in again.err
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("results.json")} == results
-    # A result of other settings is neither taken nor overwritten.
+    # Results with other settings are neither reused nor overwritten.
     taken = seeds[0].parent
     shutil.copytree(taken, tmp_path / "other" / "0")
     more = ("hydra.sweep.dir=other", "hydra.sweep.subdir=0", "seed=0", "optimizer.lr=0.025")
@@ -56,13 +56,13 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
     assert other.code == 2 and "has a result with other settings (optimizer.lr=" in other.err
     for name in ("results.json", "model.pt"):
         assert (tmp_path / "other" / "0" / name).read_bytes() == (taken / name).read_bytes()
-    # Commands that read the folder later report the failure too.
+    # Later commands on the folder report the failure too.
     reported: list[str] = []
     assert len(load_runs(sweep, reported.append)) == 2
     assert reported == [f"{failure.parent} failed: {content['reason']}"]
 
 
-def test_an_extended_sweep_finds_its_finished_jobs_whose_numbers_have_changed(cli: CommandLine, tmp_path: Path) -> None:
+def test_an_extended_sweep_skips_finished_jobs_with_other_numbers(cli: CommandLine, tmp_path: Path) -> None:
     sweep = ("-m", *SHORT, "hydra.sweep.dir=sweep")
     assert cli(*sweep, "seed=1", "growth=pairs,net2net", cwd=tmp_path).code == 0
     again = cli(*sweep, "seed=1", "growth=ours,pairs,net2net", cwd=tmp_path)
@@ -75,7 +75,7 @@ def test_an_extended_sweep_finds_its_finished_jobs_whose_numbers_have_changed(cl
     ]
 
 
-def test_jobs_over_several_experiments_are_named_by_them() -> None:
+def test_names_of_jobs_contain_swept_experiments() -> None:
     assert "experiment" in naming_override(["experiment=digits", "seed=0,1"])
     assert "experiment" not in naming_override(["experiment=digits,gpt_char", "seed=0,1"])
 
@@ -89,10 +89,10 @@ def test_jobs_in_the_same_folder_are_named_by_all_that_differs(swept: str, folde
     assert composed(overrides).hydra.sweep.subdir == folder
 
 
-def test_a_search_by_another_sweeper_can_be_resumed_by_its_folder(
+def test_a_search_of_another_sweeper_can_be_resumed_by_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hydra's own sweeper writes the command of a sweep into its folder, Optuna's does not."""
+    """Hydra's basic sweeper saves the command in the folder, Optuna's does not."""
     monkeypatch.setattr(SweepTable, "unfinished", None)
     config = composed([f"hydra.sweep.dir={tmp_path / 'search'}", "seed=1"])
     with flag_override(config.hydra, "readonly", False):
@@ -101,7 +101,7 @@ def test_a_search_by_another_sweeper_can_be_resumed_by_its_folder(
     assert resumed([str(tmp_path / "search")])[:2] == ["-m", "seed=1"]
 
 
-def test_failures_of_one_reason_are_reported_once(tmp_path: Path) -> None:
+def test_failures_with_the_same_reason_are_reported_once(tmp_path: Path) -> None:
     for number, reason in enumerate(["too short.", "too wide.", "too short.", "too short."]):
         write_json(tmp_path / str(number) / FAILURE, {"reason": reason})
     (tmp_path / "4").mkdir()
@@ -126,10 +126,10 @@ def test_failures_of_one_reason_are_reported_once(tmp_path: Path) -> None:
         (("experiment=transformer_multi30k", "data.validation=none"), False, None),
     ],
 )
-def test_a_search_selects_by_what_each_kind_of_data_holds_out(
+def test_a_search_selects_by_the_validation_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides, holds_out: bool, metric
 ) -> None:
-    """The metric that tables compare such runs by, on validation; negative where lower is better."""
+    """It is negated if lower is better; without validation data there is no selection."""
     cfg = composed([*overrides, "name=given"])
     sweeper = {"_target_": "OptunaSweeper", "direction": "maximize"}
     job = OmegaConf.create({"mode": RunMode.MULTIRUN, "sweeper": sweeper})
@@ -148,7 +148,7 @@ def test_a_search_selects_by_what_each_kind_of_data_holds_out(
         return
     check_selection(cfg)
     assert objective(cfg, tmp_path) == metric[1] * values[f"val_{metric[0]}"]
-    # A data set whose `validation` was taken away holds nothing out.
+    # A data set without validation data.
     results = json.loads((tmp_path / "results.json").read_text())
     write_json(tmp_path / "results.json", results | {f"val_{metric[0]}": None})
     assert objective(cfg, tmp_path) is None

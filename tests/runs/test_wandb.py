@@ -1,4 +1,4 @@
-"""Offline runs of Weights & Biases, read from disk: group, names, metrics, tables, images, lasting ids."""
+"""Offline runs of Weights & Biases, read from disk: group, names, metrics, tables, images, ids."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from torch import nn
 from growlab.lab.training.loggers import EVENT_COLUMNS, SPECTRUM_COLUMNS, WandbRecords, spectra
 from tests.command_line import CommandLine
 from tests.runs.test_experiment import SHORT
-from tests.whole_runs import table
+from tests.whole_runs import read_events, read_results, table
 
 wandb = pytest.importorskip("wandb")
 
@@ -27,7 +27,7 @@ SWEEP = (
 
 @dataclass
 class OfflineRun:
-    """Files of an offline run, as `wandb sync` would send them; values are JSON."""
+    """Content of an offline run, as `wandb sync` would send it; values are JSON."""
 
     files: Path
     id: str
@@ -113,7 +113,7 @@ def test_a_sweep_is_one_group_of_named_runs(sweep: Path) -> None:
     assert sorted(run.job_type for run in runs) == ["ours", "pairs"]
 
 
-def test_metrics_are_those_of_the_files_and_have_summaries(sweep: Path) -> None:
+def test_metrics_equal_those_in_files_and_have_summaries(sweep: Path) -> None:
     for run in runs_below(sweep):
         metrics = table(run.files.parents[2] / "metrics.csv")
         assert run.column("train_loss") == pytest.approx([float(row["train_loss"]) for row in metrics])
@@ -126,27 +126,26 @@ def test_metrics_are_those_of_the_files_and_have_summaries(sweep: Path) -> None:
         groups = json.loads((run.files.parents[2] / "growth.json").read_text())["groups"]
         assert all(run.column(f"width/{name}") == group["widths"] for name, group in groups.items())
         assert any(key.startswith("rate_factor/") for row in run.history for key in row)
-        results = json.loads((run.files.parents[2] / "results.json").read_text())
-        assert run.column("result/test_accuracy") == pytest.approx([results["test_accuracy"]])
+        accuracy = read_results(run.files.parents[2])["test_accuracy"]
+        assert run.column("result/test_accuracy") == pytest.approx([accuracy])
 
 
 def test_growth_events_and_spectra_are_tables(sweep: Path) -> None:
     for run in runs_below(sweep):
-        growth = json.loads((run.files.parents[2] / "growth.json").read_text())
-        events = run.table("growth_events")
+        events, recorded = run.table("growth_events"), read_events(run.files.parents[2])
         assert events["columns"] == list(EVENT_COLUMNS)
-        assert events["data"] == [[event.get(column) for column in EVENT_COLUMNS] for event in growth["events"]]
+        assert events["data"] == [[event.get(column) for column in EVENT_COLUMNS] for event in recorded]
         singular = run.table("spectra")
         assert singular["columns"] == list(SPECTRUM_COLUMNS)
         assert sorted({row[0] for row in singular["data"]}) == [0, 1]
 
 
-def test_the_spectra_of_the_last_stage_are_those_of_the_weights_kept(sweep: Path) -> None:
+def test_spectra_of_the_last_stage_are_those_of_the_saved_weights(sweep: Path) -> None:
     run = runs_below(sweep)[0]
     weights = torch.load(run.files.parents[2] / "model.pt", weights_only=True)
     rows = [row for row in run.table("spectra")["data"] if row[0] == 1]
     assert {row[2] for row in rows} == {name for name, weight in weights.items() if weight.dim() > 1}
-    # The last layer takes up the output factor when the run has ended; all others are kept as they were.
+    # The output factor is folded into the last layer when the run has ended; test the first one.
     name = rows[0][2]
     largest, smallest = rows[0][4], [row for row in rows if row[2] == name][-1][4]
     values = torch.linalg.svdvals(weights[name])
@@ -162,17 +161,15 @@ def test_figures_are_images_and_files(sweep: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [("at_step", 5), ("at_checkpoint", 2, "after")], ids=["step", "checkpoint"])
-def test_the_last_folder_of_a_killed_offline_run_has_its_whole_history(
-    cli: CommandLine, tmp_path: Path, fault: tuple[Any, ...]
-) -> None:
-    """W&B had written nothing of the run when it was killed: within an epoch, or between a checkpoint and the event."""
+def test_a_resumed_offline_run_has_its_whole_history(cli: CommandLine, tmp_path: Path, fault: tuple[Any, ...]) -> None:
+    """After a kill within an epoch, or between a checkpoint and the event; W&B had written nothing by then."""
     command = (*SHORT, "logger=wandb", "log_every_n_steps=1", "checkpoint.every_n_steps=2", "hydra.run.dir=run")
     assert cli(*command, cwd=tmp_path, fault=(*fault, int(signal.SIGKILL))).code < 0
     assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
     broken, resumed = runs_below(tmp_path / "run")
     assert broken.id == resumed.id and (broken.exit_code, resumed.exit_code) == (None, 0)
     assert resumed.group == ""
-    # `wandb sync` takes the folders in order, and without `resume` each replaces what came before.
+    # `wandb sync` sends the folders in order; without `resume` each replaces the one before.
     assert not resumed.resumes
     assert resumed.column("_step") == list(range(len(resumed.history)))
     for file, prefix, names in (("steps", "step/", ("loss", "lr")), ("metrics", "", ("train_loss", "val_accuracy"))):
@@ -189,7 +186,7 @@ def test_the_last_folder_of_a_killed_offline_run_has_its_whole_history(
 
 
 class OnlineRun:
-    """Stands in for an online run of W&B, and keeps its artifacts."""
+    """Imitation of an online run that keeps its artifacts."""
 
     id, offline = "abc", False
 
@@ -201,7 +198,7 @@ class OnlineRun:
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_checkpoint_and_weights_are_an_artifact_where_the_run_is_online(tmp_path: Path, offline: bool) -> None:
+def test_online_runs_upload_checkpoint_and_weights(tmp_path: Path, offline: bool) -> None:
     from lightning import Trainer
 
     from growlab.lab.training import WandbLogger
@@ -223,7 +220,7 @@ def test_checkpoint_and_weights_are_an_artifact_where_the_run_is_online(tmp_path
     assert set(artifact.manifest.entries) == {"checkpoints/last.ckpt", "model.pt", "results.json"}
 
 
-def test_spectra_do_not_depend_on_the_way_a_weight_is_turned() -> None:
+def test_spectra_are_invariant_to_rotations() -> None:
     layer = nn.Conv2d(3, 8, 3)
     rows = spectra(layer)
     assert [row[0] for row in rows] == ["weight"] * 9

@@ -1,13 +1,9 @@
-"""Files of others in the working directory, in names and in checkpoints: none of them runs or breaks anything."""
+"""Untrusted modules in the working directory, names and checkpoints run no code and break no output."""
 
 import csv
 import io
-import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +16,10 @@ from growlab.lab.analysis.report import page
 from growlab.lab.analysis.results import load_runs
 from growlab.lab.analysis.tables import markdown, summarise, write_table
 from growlab.lab.training.checkpoints import read_header
+from tests.command_line import ROOT, new_process
 from tests.lab.analysis.fake_runs import write_run
+from tests.lab.analysis.test_report import runs_of
 
-ROOT = Path(__file__).parents[2]
 WIDEN = ("widen", "no_such_folder", "--width", "2", "-o", "out")
 
 
@@ -35,10 +32,8 @@ WIDEN = ("widen", "no_such_folder", "--width", "2", "-o", "out")
     ],
     ids=lambda command: command[1] if command[0] == "-m" else command[0],
 )
-def test_modules_of_the_working_directory_are_found_but_take_no_package_s_place(
-    command: tuple[str, ...], tmp_path: Path
-) -> None:
-    # What Python itself imports before any module of ours can be found is its own affair.
+def test_modules_in_the_working_directory_do_not_replace_packages(command: tuple[str, ...], tmp_path: Path) -> None:
+    # Without modules that Python itself imports first.
     for name in ("torch", "json", "csv", "pathlib", "hydra", "numpy", "argparse"):
         (tmp_path / f"{name}.py").write_text(f"open('ran_{name}', 'w')\nraise SystemExit(7)\n")
     (tmp_path / "mine.py").write_text("import torch\ndef made(): return torch.nn.Linear(4, 4), torch.ones(2, 4)\n")
@@ -46,13 +41,12 @@ def test_modules_of_the_working_directory_are_found_but_take_no_package_s_place(
     script.parent.mkdir(parents=True)
     script.write_text("import sys\nfrom growlab.lab.cli.app import main\nsys.exit(main())\n")
     arguments = [str(script) if one == "bin/growlab" else one for one in command]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ended = new_process(*arguments, cwd=tmp_path)
     assert list(tmp_path.glob("ran_*")) == []
     if "mine:made" in command:
-        assert ended.returncode == 0 and "mine:made" in ended.stdout, ended.stderr
+        assert ended.code == 0 and "mine:made" in ended.out, ended.err
     else:
-        assert (ended.returncode, "no config.json" in ended.stderr) == (2, True), ended.stderr
+        assert (ended.code, "no config.json" in ended.err) == (2, True), ended.err
 
 
 NAMES = ("<!--<script>", "</script><b>", "x]]>", "=HYPERLINK(1)", "\x1b[31mred\x9b2J", "a|b")
@@ -65,12 +59,11 @@ def runs_named(tmp_path: Path, name: str) -> list:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reports_and_tables_hold_any_name(name: str, tmp_path: Path) -> None:
+def test_reports_and_tables_escape_names(name: str, tmp_path: Path) -> None:
     runs = runs_named(tmp_path, name)
-    line = next(line for line in page(runs).splitlines() if line.startswith("const RUNS = "))
-    assert "<" not in line
-    (run,) = json.loads(line.removeprefix("const RUNS = ").removesuffix(";"))
-    assert run["title"].startswith(name)
+    text = page(runs)
+    assert not any("<" in line for line in text.splitlines() if line.startswith("const RUNS = "))
+    assert runs_of(text)[0]["title"].startswith(name)
     rows = summarise(runs)
     for text in (markdown(rows), write_table(rows, "latex"), write_table(rows, "csv")):
         assert text.replace("\n", "").isprintable()
@@ -79,7 +72,7 @@ def test_reports_and_tables_hold_any_name(name: str, tmp_path: Path) -> None:
     assert not record["model"].startswith(("=", "+", "-", "@"))
 
 
-def test_latex_prints_every_sign() -> None:
+def test_latex_escapes_special_characters() -> None:
     table = Grid([r"a\b"], [[r"50% & $x_1^2$ {}~#<> ± **c** −1"]], caption=r"\end{table}").latex()
     assert r"a\textbackslash{}b" in table and r"\caption{\textbackslash{}end\{table\}}" in table
     row = r"50\% \& \$x\_1\textasciicircum{}2\$ \{\}\textasciitilde{}\#\textless{}\textgreater{} $\pm$ \textbf{c} $-$1"
@@ -88,14 +81,14 @@ def test_latex_prints_every_sign() -> None:
     assert rows == [r"{}[a] \\", r"\midrule", r"{}[0.1] x \\", r"{}* \\", r"\textbf{best} \\", r"a [b] \\"]
 
 
-def test_formulas_are_text_in_csv_and_nothing_else_changes() -> None:
+def test_formulas_in_csv_are_escaped() -> None:
     plain = ["-1", "+0.5", "-1e-05", "-.5", "-inf", "-0.25 ± 0.10 (3)", "-3.1 %", "-1.70x", "12", "", "a=b", "x-1"]
     assert [inert(cell) for cell in plain] == plain
     formulas = ["=1+1", "+cmd|' /C calc'!A0", "-2+3+cmd|x", "@SUM(A1)", " =1", "-A1", "--help"]
     assert [inert(cell) for cell in formulas] == [f"'{cell}" for cell in formulas]
 
 
-def test_no_message_says_that_code_in_a_checkpoint_may_run(tmp_path: Path) -> None:
+def test_messages_about_checkpoints_do_not_suggest_running_their_code(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     torch.save({"state_dict": {}, "mine": Path}, path)
     for read in (lambda: read_header(path), lambda: read_saved(str(path), str(path))):
@@ -107,7 +100,7 @@ def test_no_message_says_that_code_in_a_checkpoint_may_run(tmp_path: Path) -> No
         read_saved(str(path), str(path))
 
 
-def test_nothing_advises_to_load_code() -> None:
+def test_documentation_does_not_suggest_loading_code() -> None:
     files = [
         path
         for folder in ("growlab", "conf", "notebooks")

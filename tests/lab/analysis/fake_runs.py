@@ -1,7 +1,6 @@
-"""Run folders as training writes them, made in milliseconds from formulas: for tests of the analysis.
+"""Fake run folders for tests of the analysis, written in milliseconds.
 
-The curves are shaped like those of a small network on CIFAR-10; the numbers are invented and must never be reported as
-results.
+The curves resemble those of a small network on CIFAR-10; never report them as results.
 """
 
 import json
@@ -27,19 +26,19 @@ FIXED = {"growth": "none", "lr_adapt": "none"}
 
 
 def rows_of(folder: Path) -> list[Row]:
-    """Summarise all runs below a folder, ignoring reports."""
+    """Summarise all runs below a folder, without warnings."""
     return summarise(load_runs(folder), lambda sentence: None)
 
 
 def changed(folder: Path, **values: Any) -> None:
-    """Replace entries of a run's `results.json`; those that are ... go."""
+    """Replace entries of a run's `results.json`; `...` removes an entry."""
     path = folder / "results.json"
     content = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
 def resnet20_groups() -> dict[str, dict[str, Any]]:
-    """Width groups of ResNet-20: a residual stream a layer and the inner channels of each block."""
+    """Width groups of ResNet-20: residual streams and the inner channels of each block."""
     return {
         f"layer{layer}.{name}": {"full_width": full_width, "widths": widths}
         for layer, (full_width, widths) in enumerate(STAGE_WIDTHS.items(), start=1)
@@ -136,7 +135,7 @@ def write_run(
         "versions": {"python": "3.11", "torch": "2.15", "lightning": "2.6.6", "growlab": "0.1.0"},
         "command": f"python -m growlab experiment=resnet20_cifar10 growth={growth} seed={seed}",
         "overrides": ["experiment=resnet20_cifar10", f"growth={growth}", f"seed={seed}", *overrides],
-        "machine": {"name": "a test's invention", "threads": 2},
+        "machine": {"name": "fake machine", "threads": 2},
         "schedule": {"total_epochs": num_epochs, "num_stages": num_stages, **(schedule or {})},
         **results,
     }
@@ -145,7 +144,7 @@ def write_run(
 
 
 def _rates(metrics: list[dict[str, Any]], births: list[int]) -> list[dict[str, Any]]:
-    """New regions start at higher rates and settle; region 0 is the reference, at 1."""
+    """Rows of rates.csv: rates of new regions decay towards that of region 0, which is 1."""
     rows = []
     for step in range(0, metrics[-1]["step"], RATE_STEPS):
         at = next(row for row in metrics if step < row["step"])

@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_tables_are_printed_or_written_in_the_form_asked_for(runs, tmp_path, capsys):
+def test_tables_are_printed_or_written_in_the_chosen_format(runs, tmp_path, capsys):
     assert main([str(runs)]) == 0
     table = capsys.readouterr().out
     assert table.startswith("| method") and table.count("\n|") == 3
@@ -49,7 +49,7 @@ def test_a_table_by_a_setting_a_metric_and_a_filter(runs, capsys, monkeypatch):
     capsys.readouterr()
     assert main([str(runs), "--filter", "growth=no*"]) == 0
     assert "over 1 runs" in capsys.readouterr().out
-    # Brackets of lists are not patterns.
+    # Brackets of a list are not a pattern.
     for run in runs.glob("*/results.json"):
         run.write_text(json.dumps(json.loads(run.read_text()) | {"devices_used": [0, 1]}))
     assert main([str(runs), "--filter", "devices_used=[0, 1]"]) == 0
@@ -59,7 +59,7 @@ def test_a_table_by_a_setting_a_metric_and_a_filter(runs, capsys, monkeypatch):
         assert said in capsys.readouterr().err
 
 
-def test_a_damaged_run_is_a_warning_and_the_rest_is_shown(tmp_path, capsys):
+def test_a_damaged_run_is_skipped_with_a_warning(tmp_path, capsys):
     for name in ("good", "torn"):
         write_run(tmp_path / name, stage_epochs=(4,), **FIXED)
     (tmp_path / "torn" / "results.json").write_text("{")
@@ -99,7 +99,7 @@ def test_writing_a_figure_is_deterministic(runs, tmp_path, capsys, suffix, start
         (["{runs}", "-o", "{runs}/ours/results.json/table.md"], "cannot write"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(runs, tmp_path, capsys, monkeypatch, arguments, sentence):
+def test_invalid_input_is_one_line_and_exit_code_2(runs, tmp_path, capsys, monkeypatch, arguments, sentence):
     monkeypatch.chdir(tmp_path)
     assert main([argument.format(runs=runs, tmp=tmp_path) for argument in arguments]) == 2
     streams = capsys.readouterr()
@@ -108,7 +108,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(runs, tmp_path, capsys, mon
     assert not (tmp_path / "x.png").exists()
 
 
-def test_a_movie_has_a_frame_for_each_change(runs, tmp_path, capsys):
+def test_a_movie_has_several_frames_and_shows_one_run(runs, tmp_path, capsys):
     out = tmp_path / "growing.gif"
     assert main(["figure", "movie", str(runs / "ours"), "-o", str(out)]) == 0
     with Image.open(out) as picture:

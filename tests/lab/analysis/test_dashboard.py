@@ -25,7 +25,7 @@ def test_a_dry_run_prints_every_panel(capsys):
 
 
 def test_panels_show_logged_values():
-    """Names of metrics, of results, of growth events, of tables and of figures."""
+    """Metrics, results, growth events, tables and figures."""
     logged = {*metric_columns(Classification()), *metric_columns(Classification(), watched="test")}
     logged |= {*(f"growth/{column}" for column in EVENT_COLUMNS)}
     logged |= {"growth_events", "spectra"}
@@ -49,12 +49,12 @@ def test_the_workspace_and_the_report_have_the_panels():
 
 
 @pytest.mark.parametrize("project", ["growlab", "/growlab", "a/b/c"])
-def test_a_project_has_an_entity(project, capsys):
+def test_a_project_needs_an_entity(project, capsys):
     assert main([project, "--dry-run"]) == 2
     assert "is not ENTITY/PROJECT" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_one_sentence(monkeypatch, capsys):
+def test_a_missing_package_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
     assert main(["team/growlab"]) == 2

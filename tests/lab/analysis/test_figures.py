@@ -1,4 +1,4 @@
-"""Figures: curves of the run's numbers, growth events, labels without overlap, one colour per method."""
+"""Figures: curves, growth events, labels without overlap, one colour per method."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def test_curves_without_validation_or_test_are_left_out(tmp_path):
         assert [line.get_label() for line in curves(axes)] == ["training"]
 
 
-def test_stage_labels_that_would_touch_are_hidden(tmp_path):
+def test_overlapping_stage_labels_are_hidden(tmp_path):
     figure = learning_curves(open_run(write_run(tmp_path, stage_epochs=(1,) * 8 + (150,))))
     labels = figure.axes[0].texts[1:]
     assert overlaps(figure, labels) == []
@@ -81,7 +81,7 @@ def stages(memory=(None, None, None), batch=(96, 64, 32)):
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def test_resources_leave_out_memory_that_was_not_recorded_and_refuse_other_stages(tmp_path):
+def test_resources_omit_unrecorded_memory_and_refuse_different_stages(tmp_path):
     write_run(tmp_path / "a" / "a", stage_epochs=(1, 1, 2), stages=stages())
     figure = resources(load_runs(tmp_path))
     assert [axes.get_ylabel() for axes in figure.axes] == ["samples per second", "seconds"]
@@ -126,7 +126,7 @@ def test_compare_marks_different_schedules_in_the_colour_of_their_method(tmp_pat
 
 
 @pytest.mark.parametrize("num_runs", [2, 9])
-def test_equal_costs_are_a_column_for_each_method_with_its_name(tmp_path, num_runs):
+def test_methods_of_equal_cost_have_a_labelled_column_each(tmp_path, num_runs):
     for i in range(num_runs):
         noise = [f"growth.noise_std={i}"]
         write_run(tmp_path / str(i), stage_epochs=(1, 1), cost_percent=60, overrides=noise)
@@ -147,12 +147,12 @@ def test_equal_costs_are_a_column_for_each_method_with_its_name(tmp_path, num_ru
         ({"ours": [0.800], "pairs": [0.801]}, 3.0, 3.1),
         ({"ours": [0.79, 0.81], "pairs": [0.80, 0.82]}, 10 * np.sqrt(2), 14.2),
         ({"ours": [0.2], "pairs": [0.9]}, 70.0, 100),
-        # One seed of a method collapsed; bars of one deviation fill the axis: from 46.7 to 103.3.
+        # One seed of a method collapsed; its bar of one deviation, 46.7 to 103.3, fills the axis.
         ({"ours": [0.98, 0.99], "pairs": [0.97, 0.98], "net2net": [0.95, 0.55]}, 56.5, 100),
     ],
     ids=["one seed", "two seeds", "far apart", "collapsed once"],
 )
-def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_path, scores, least, most):
+def test_the_axis_of_scores_spans_at_least_ten_deviations_over_seeds(tmp_path, scores, least, most):
     for method, of_seeds in scores.items():
         for seed, score in enumerate(of_seeds):
             about = {"growth": method, "seed": seed, "test_accuracy": score}
@@ -161,7 +161,7 @@ def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_pa
     assert 0.999 * least <= high - low < most
 
 
-def test_curves_that_coincide_are_drawn_minus_their_mean(tmp_path):
+def test_nearly_equal_curves_are_drawn_minus_their_mean(tmp_path):
     for i, seed in itertools.product(range(3), range(2)):
         write_run(tmp_path / f"{i}{seed}", seed=seed, stage_epochs=(4, 4), overrides=[f"growth.noise_std={i}"])
     runs = load_runs(tmp_path)
@@ -179,14 +179,14 @@ def test_curves_that_coincide_are_drawn_minus_their_mean(tmp_path):
 
 
 def at_rate(folder, rate, *, named=True, overrides=(), **settings):
-    """A run at a rate; the experiment's own is named by no override."""
+    """Write a run at a rate, given by an override unless `named` is False."""
     write_run(folder, overrides=[*overrides, *([f"optimizer.lr={rate}"] * named)], stage_epochs=(2, 2), **settings)
     config = OmegaConf.load(folder / "config.yaml")
     OmegaConf.update(config, "optimizer.lr", rate, force_add=True)
     OmegaConf.save(config, folder / "config.yaml")
 
 
-def test_runs_that_have_no_curve_over_rates_are_refused(tmp_path):
+def test_learning_rates_need_several_rates_and_one_data_set(tmp_path):
     at_rate(tmp_path / "a", 0.1, **FIXED)
     at_rate(tmp_path / "b", 0.1)
     with pytest.raises(UserError, match=r"all runs have optimizer.lr=0.1: name runs of several rates"):
@@ -201,7 +201,7 @@ def test_runs_that_have_no_curve_over_rates_are_refused(tmp_path):
 
 @pytest.mark.parametrize("low, high", [(1.0, 6.0), (0.3, 20.0), (1e-6, 1.0)])
 @style.styled()
-def test_logarithmic_axes_have_a_few_plain_labels_that_keep_apart(low, high):
+def test_logarithmic_axes_have_plain_labels_without_overlap(low, high):
     figure = style.new_figure(3, 2)
     axes = figure.subplots()
     axes.plot([0, 1], [low, high])
@@ -223,7 +223,7 @@ def test_spread_keeps_the_gap_the_order_and_the_mean(positions):
     assert sum(placed) == pytest.approx(sum(positions))
 
 
-def test_a_legend_of_long_names_takes_fewer_columns_than_would_be_wider_than_the_figure():
+def test_a_legend_of_long_names_fits_the_figure():
     figure = style.new_figure(4.0, 2.0)
     handles = figure.subplots().plot([[0, 1, 2, 3], [1, 2, 3, 4]])
     style.legend_below(figure, handles, ["a name that takes a good part of the width"] * 4, columns=4)
@@ -242,21 +242,21 @@ def test_a_method_keeps_its_colour_among_others():
     ours, net2net, full = colours("ours + stagewise_norm", "net2net", "fixed-size, data.validation=none")
     among = colours("fixed-size", "random", "net2net", "tiny", "ours + stagewise_adam")
     assert among[2::2] == [net2net, ours] and full == FIXED_SIZE[0]
-    # A curve without an assigned colour takes a free one, whatever the order.
+    # A curve without an assigned colour gets a free one, also if it comes first.
     assert colours("zero", "one", "ours + stagewise_norm")[2] == ours
     assert len(set(colours("zero", "one", "ours + stagewise_norm"))) == 3
-    # The plain method gets the colour although a longer name comes first.
+    # The plain method gets the colour, also if a variant comes first.
     assert colours("ours + stagewise_norm, osgd.anneal=stage", "ours + stagewise_norm")[1] == ours
     assert colours("net2net, a=1", "net2net", "net2net, b=1")[1] == net2net
 
 
 @pytest.mark.parametrize("less", ["fewer blocks", "schedule.equal_flops=true", "growth.width_multiple=0.5"])
-def test_black_is_the_full_network(less):
+def test_only_the_full_network_is_black(less):
     assert colours(f"fixed-size, {less}", "fixed-size") == [FIXED_SIZE[1], FIXED_SIZE[0]]
     assert colours("classical, xavier_in", "xavier_in")[0] == FIXED_SIZE[0]
 
 
-def test_no_two_curves_look_equal():
+def test_all_curves_have_different_styles():
     many = [f"ours, schedule.num_stages={n}" for n in range(20)] + [f"fixed-size, a={n}" for n in range(4)]
     assert len({(line["color"], str(line["linestyle"])) for line in line_styles(many)}) == len(many)
     few = line_styles([*(f"method{n}" for n in range(len(PALETTE))), "fixed-size", "fixed-size, fewer blocks"])

@@ -1,4 +1,4 @@
-"""Published values beside ours, paired comparisons, and tables as Markdown, LaTeX and CSV."""
+"""Tables with published values, paired comparisons, and Markdown, LaTeX and CSV."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from growlab.recipes.papers.paper_table import paper_table, published, published
 from .fake_runs import FIXED, rows_of, write_run
 
 
-def test_every_published_value_is_found_once_by_the_run_it_belongs_to():
+def test_published_values_have_distinct_keys_and_plausible_numbers():
     keys = [(p.model, p.data, p.growth, p.lr_adapt, p.optimizer, frozenset(p.overrides)) for p in published()]
     repeated = [p for p, key in zip(published(), keys, strict=True) if keys.count(key) > 1]
     assert len(set(keys)) == len(keys) - 2 > 70
@@ -25,7 +25,7 @@ def test_every_published_value_is_found_once_by_the_run_it_belongs_to():
     ]
     assert {p.metric for p in published()} == {"accuracy", "BLEU"}
     for one in published():
-        # A fixed-size network costs all of itself; every grown one between a half and nine tenths of it.
+        # A fixed-size network costs 100 %, a grown one between a half and all of it.
         assert one.cost_percent is None or (one.cost_percent == 100) == (one.growth == "none")
         assert one.cost_percent is None or 50 < one.cost_percent <= 100
         assert one.std is None or 0 < one.std < 0.5
@@ -43,7 +43,7 @@ def test_every_published_value_is_found_once_by_the_run_it_belongs_to():
         ("random", "none", [], None),
     ],
 )
-def test_only_the_same_method_is_compared_with_a_published_value(tmp_path, growth, lr_adapt, overrides, value):
+def test_a_published_value_is_found_for_the_same_method_only(tmp_path, growth, lr_adapt, overrides, value):
     write_run(tmp_path, growth=growth, lr_adapt=lr_adapt, overrides=overrides)
     (run,) = load_runs(tmp_path)
     found = published_for(run.group)
@@ -64,7 +64,7 @@ def table_2(tmp_path_factory):
     return tmp_path
 
 
-def test_methods_go_down_and_networks_across_with_the_published_values(table_2):
+def test_rows_are_methods_and_columns_networks_with_published_values(table_2):
     text = paper_table(rows_of(table_2)).csv()
     lines = {line["method"]: line for line in csv.DictReader(io.StringIO(text))}
     assert list(lines) == ["fixed-size", "ours + stagewise_norm", "net2net"]
@@ -83,7 +83,7 @@ def test_methods_go_down_and_networks_across_with_the_published_values(table_2):
     assert bold["ours + stagewise_norm"] == [*scores]
 
 
-def test_a_network_without_published_values_has_no_columns_for_them(tmp_path):
+def test_networks_without_published_values_have_fewer_columns(tmp_path):
     write_run(tmp_path / "a", model="resnet20")
     write_run(tmp_path / "b", model="mlp8", overrides=["model=mlp8"])
     grid = paper_table(rows_of(tmp_path))
@@ -95,7 +95,7 @@ def test_a_network_without_published_values_has_no_columns_for_them(tmp_path):
     assert "| mlp8 cost % | mlp8 accuracy % | resnet20 cost % (published) |" in grid.markdown()
 
 
-def test_networks_are_not_compared_and_published_methods_without_a_run_are_shown_when_asked_for(table_2):
+def test_pairs_share_a_network_and_unmeasured_methods_are_optional(table_2):
     for one in compare_pairs(rows_of(table_2)):
         assert one.row.group.model == one.against.group.model
     assert len(compare_pairs(rows_of(table_2))) == 6
@@ -126,7 +126,7 @@ def test_a_paired_comparison_is_over_equal_seeds_with_students_interval(tmp_path
     assert named.mean == pytest.approx(-comparison.mean)
 
 
-def test_one_seed_and_no_common_seed_are_said(tmp_path):
+def test_pairs_with_one_or_no_common_seed_have_no_interval(tmp_path):
     write_run(tmp_path / "a", seed=0, test_accuracy=0.82)
     write_run(tmp_path / "b", seed=0, growth="pairs", test_accuracy=0.81)
     write_run(tmp_path / "c", seed=1, growth="random", test_accuracy=0.80)

@@ -1,4 +1,4 @@
-"""The page about runs: its content, that it is self-contained, and errors about broken runs."""
+"""The HTML report of runs: content, figures drawn by its script, errors."""
 
 import io
 import json
@@ -17,12 +17,12 @@ RESULTS = Path(__file__).parents[3] / "notebooks" / "results"
 
 
 def runs_of(text: str) -> list[dict]:
-    """The runs that a page holds."""
+    """Parse the runs in a page."""
     line = next(line for line in text.splitlines() if line.startswith("const RUNS = "))
     return json.loads(line.removeprefix("const RUNS = ").removesuffix(";"))
 
 
-def test_a_page_says_what_the_run_s_files_say() -> None:
+def test_a_page_contains_the_values_of_the_runs_files() -> None:
     (run,) = load_runs(RESULTS / "digits" / "ours_s0")
     (shown,) = runs_of(page([run]))
     assert shown["facts"]["test accuracy"] == pytest.approx(run.results["test_accuracy"], rel=1e-5)
@@ -41,7 +41,7 @@ def test_a_page_says_what_the_run_s_files_say() -> None:
     assert regions["rate_factor"][-1] == pytest.approx(rows.rate_factor.iloc[-1], rel=1e-5)
 
 
-def test_a_page_needs_nothing_from_elsewhere() -> None:
+def test_a_page_is_self_contained() -> None:
     text = page(load_runs(RESULTS / "digits"))
     assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
     assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
@@ -57,7 +57,7 @@ def test_runs_of_one_name_are_distinguished_by_their_folder(tmp_path: Path) -> N
 
 
 def dom(text: str, folder: Path, whole: bool = False) -> str:
-    """What a page's script draws of all runs, or of each run too."""
+    """HTML that a page's script creates: the part about all runs, or, if `whole`, of each run too."""
     (path := folder / "page.html").write_text(text)
     chromium = shutil.which("chromium")
     if chromium is None:
@@ -67,13 +67,13 @@ def dom(text: str, folder: Path, whole: bool = False) -> str:
     return done.stdout.partition("</script>")[0].partition("<nothing>" if whole else "One run")[0]
 
 
-def test_a_curve_is_drawn_of_the_runs_that_have_it(tmp_path: Path) -> None:
+def test_curves_are_drawn_for_runs_with_the_metric(tmp_path: Path) -> None:
     first, second = load_runs([RESULTS / "digits" / "ours_s0", RESULTS / "digits" / "fixed_s0"])
-    told_of_one = page([second]).partition("const RUNS = ")[2].partition("\n")[0]
+    one = page([second]).partition("const RUNS = ")[2].partition("\n")[0]
     both = page([first, second])
-    # The second run is of another objective.
-    other = told_of_one.replace('"val_accuracy"', '"val_rmse"')[1:-2]
-    drawn = dom(both.replace(told_of_one[1:-2], other), tmp_path)
+    # Give the second run another metric.
+    other = one.replace('"val_accuracy"', '"val_rmse"')[1:-2]
+    drawn = dom(both.replace(one[1:-2], other), tmp_path)
     assert drawn.count("<path") == 1 and "NaN" not in drawn and "val rmse" in drawn
 
 
@@ -81,12 +81,12 @@ def test_accuracy_is_in_percent_and_widths_are_drawn(tmp_path: Path) -> None:
     (run,) = load_runs(RESULTS / "digits" / "ours_s0")
     drawn = dom(page([run]), tmp_path, whole=True)
     assert "val accuracy (%)" in drawn and ">80</text>" in drawn
-    # Full, kept and new width of each group at each stage.
+    # Full, kept and new width, for each group and stage.
     assert drawn.count("<rect") == 3 * len(run.groups) * len(run.results["stages"])
 
 
 def test_a_curve_of_one_point_is_a_dot(tmp_path: Path) -> None:
-    # Runs are drawn in the order of their paths.
+    # Runs are in the order of their paths.
     folder = shutil.copytree(RESULTS / "digits" / "fixed_s0", tmp_path / "runs" / "a")
     shutil.copytree(RESULTS / "digits" / "ours_s0", tmp_path / "runs" / "b")
     metrics = (folder / "metrics.csv").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -118,7 +118,7 @@ def test_seeds_of_a_method_share_its_colour(tmp_path: Path) -> None:
     assert sorted(legend) == ["fixed-size (2 seeds)", "ours + stagewise_norm (2 seeds)"]
 
 
-def test_the_command_writes_the_page_and_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_or_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "page.html"
     assert main([str(RESULTS / "digits"), "-o", str(output)]) == 0
     runs = list((RESULTS / "digits").glob("*/results.json"))
@@ -127,7 +127,7 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(tmp_path: Path, caps
     assert capsys.readouterr().err.startswith("error: there is no folder")
 
 
-def test_a_run_leaves_its_page_and_figures(tmp_path: Path) -> None:
+def test_a_run_writes_its_page_and_figures(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for name in ("results.json", "metrics.csv", "growth.json"):

@@ -27,13 +27,13 @@ def test_runs_are_found_at_any_depth_once_and_sorted(tmp_path):
     runs = load_runs([tmp_path, tmp_path / "a", tmp_path / "b"])
     assert [run.path for run in runs] == [tmp_path / "a", tmp_path / "b" / "deep" / "run"]
     assert load_runs(str(tmp_path / "a"))[0].results["seed"] == 0
-    # Fields that older runs lack may be absent.
+    # Older runs lack some entries.
     fields = ("stages", "schedule", "machine", "versions", "overrides", "parity_max_error")
     changed(tmp_path / "a", **dict.fromkeys(fields, ...), test_bleu_signature="nrefs:1")
     assert len(load_runs(tmp_path)) == 2 and table([str(tmp_path)]) == 0
 
 
-def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
+def test_damaged_and_foreign_results_are_skipped_with_a_warning(tmp_path):
     write_run(tmp_path / "good")
     contents = {"torn": '{"model": ', "foreign": '{"model": "x", "score": 3}', "list": "[1, 2]", "bytes": "\udcff"}
     for name, content in contents.items():
@@ -50,7 +50,7 @@ def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
         load_runs([tmp_path / "torn", tmp_path / "good"])
 
 
-def test_no_runs_is_one_sentence_that_counts_the_unfinished(tmp_path):
+def test_without_finished_runs_the_error_counts_unfinished_ones(tmp_path):
     write_run(tmp_path / "killed", finished=False)
     with pytest.raises(UserError, match=r"no finished run under .* \(1 unfinished\)"):
         load_runs(tmp_path)
@@ -67,7 +67,7 @@ def test_files_are_read_lazily_and_absent_cells_are_nan(tmp_path):
     assert np.isfinite(run.curve("train_loss")).all()
     assert run.growth_epochs == [1, 2, 3, 4, 5, 6, 8, 10]
     assert run.events[-1]["widths_after"]["layer3.stream"] == STAGE_WIDTHS[64][-1]
-    # A quarter of 112 channels in each of four groups at first; every epoch has the width that it ended with.
+    # A quarter of 4 x 112 channels at first; an epoch counts with its last width.
     assert run.width_path[0] == 112 and run.width_path[-1] == 448 and len(run.width_path) == 16
 
 
@@ -89,7 +89,7 @@ def test_an_unreadable_file_is_named(tmp_path, name, content, read):
         getattr(run, read)
 
 
-def test_an_epoch_that_stands_twice_counts_as_it_was_trained_last(tmp_path):
+def test_of_a_repeated_epoch_the_last_row_counts(tmp_path):
     run = write_run(tmp_path / "a")
     lines = (run / "metrics.csv").read_text().splitlines()
     (run / "metrics.csv").write_text("\n".join([*lines[:4], lines[2], *lines[3:]]) + "\n")
@@ -97,11 +97,11 @@ def test_an_epoch_that_stands_twice_counts_as_it_was_trained_last(tmp_path):
     assert compare(load_runs(tmp_path)) is not None
 
 
-def test_overrides_that_say_nothing_of_the_method_are_dropped_and_the_rest_spelled_equally():
-    quiet = ["seed=3", "data.root=/x", "trainer.devices=2", "trainer=cpu", "hydra.run.dir=/y", "growth=ours"]
-    quiet += ["hydra/launcher=joblib", "logger=wandb", "logger.offline=true", "schedule.total_epochs=16"]
-    quiet += ["+trainer.strategy.static_graph=true", "trainer.precision=32-true"]
-    assert row_overrides(quiet) == ()
+def test_overrides_of_rows_are_normalised_and_irrelevant_ones_dropped():
+    irrelevant = ["seed=3", "data.root=/x", "trainer.devices=2", "trainer=cpu", "hydra.run.dir=/y", "growth=ours"]
+    irrelevant += ["hydra/launcher=joblib", "logger=wandb", "logger.offline=true", "schedule.total_epochs=16"]
+    irrelevant += ["+trainer.strategy.static_graph=true", "trainer.precision=32-true"]
+    assert row_overrides(irrelevant) == ()
     assert row_overrides(["growth.noise_std=0.0", "b=True"]) == ("b=true", "growth.noise_std=0")
     assert row_overrides(["b='True'", "++growth.noise_std=0"]) == ("b=true", "growth.noise_std=0")
     assert row_overrides(["optimizer.lr=0.1", "optimizer.lr=2e-1"]) == ("optimizer.lr=0.2",)
@@ -124,7 +124,7 @@ def test_custom_networks_and_data_are_distinguished(tmp_path):
 
 
 @pytest.mark.parametrize(("choice", "key"), [("folder", "root"), ("imagenet", "name"), ("text", "path")])
-def test_data_of_one_choice_are_distinguished_by_their_place(tmp_path, choice, key):
+def test_data_of_one_option_are_distinguished_by_their_path(tmp_path, choice, key):
     for number, name in enumerate(("cats", "dogs")):
         write_run(tmp_path / name, data=choice, seed=number, overrides=[f"data.{key}=sets/{name}"])
     rows = rows_of(tmp_path)
@@ -134,7 +134,7 @@ def test_data_of_one_choice_are_distinguished_by_their_place(tmp_path, choice, k
 
 
 def composed(folder, typed=(), *, seed=0, lr=0.1, settings=True, more=(), **rest):
-    """A run whose composed configuration has this rate, whatever was typed."""
+    """Write a run whose composed configuration has this rate; `typed` are its overrides."""
     write_run(folder, seed=seed, overrides=typed, **rest)
     config = {"seed": seed, "data": {"seed": seed, "num_workers": seed}, "optimizer": {"lr": lr}}
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
@@ -147,23 +147,23 @@ def test_an_experiment_edited_between_two_sweeps_makes_two_rows(tmp_path, settin
     for lr, accuracy in ((0.1, 0.9), (0.0001, 0.1)):
         for seed in (0, 1):
             composed(tmp_path / f"{lr}_{seed}", seed=seed, lr=lr, settings=settings, test_accuracy=accuracy)
-    said = []
-    rows = summarise(load_runs(tmp_path), said.append)
+    warnings = []
+    rows = summarise(load_runs(tmp_path), warnings.append)
     name = "ours + stagewise_norm, optimizer.lr"
     expected = [(f"{name}=0.1", 2, 0.9), (f"{name}=0.0001", 2, 0.1)]
-    assert [(row.method, row.n, row.score_mean) for row in rows] == expected and said == []
+    assert [(row.method, row.n, row.score_mean) for row in rows] == expected and warnings == []
 
 
-def test_a_default_that_is_typed_makes_no_other_row(tmp_path):
+def test_an_override_with_the_default_value_makes_no_new_row(tmp_path):
     composed(tmp_path / "a", seed=0)
     composed(tmp_path / "b", ["optimizer.lr=0.1"], seed=1)
     composed(tmp_path / "c", ["optimizer.lr=1e-1"], seed=1)
-    said = []
-    (row,) = summarise(load_runs(tmp_path), said.append)
+    warnings = []
+    (row,) = summarise(load_runs(tmp_path), warnings.append)
     assert (row.method, row.n) == ("ours + stagewise_norm", 2)
     newer = f"{tmp_path / 'c'} is a newer run with the same settings and seed."
-    assert said == [f"left out {tmp_path / 'b'}: {newer}"]
-    # Nor does a setting that an older version did not have.
+    assert warnings == [f"left out {tmp_path / 'b'}: {newer}"]
+    # Settings that older versions lack make no new row either.
     composed(tmp_path / "ages" / "old", seed=0, settings=False)
     composed(tmp_path / "ages" / "new", seed=1, more={"later": "1"})
     assert [row.n for row in rows_of(tmp_path / "ages")] == [2]
@@ -183,7 +183,7 @@ def test_methods_of_different_settings_are_distinguished(tmp_path):
     assert mixed == [] and len(settings) > 15
 
 
-def test_reading_and_tabulating_runs_imports_nothing_slow(tmp_path):
+def test_tables_import_nothing_slow(tmp_path):
     write_run(tmp_path / "run")
     code = (
         "import sys; from growlab.lab.analysis.__main__ import main; code = main(sys.argv[1:]); "

@@ -1,4 +1,4 @@
-"""Cost against accuracy over schedules: series, frontiers, gains over fixed size, and time to a score."""
+"""Series over budgets, frontiers of cost and accuracy, and time to a score."""
 
 import math
 
@@ -16,7 +16,7 @@ from .fake_runs import FIXED, changed, rows_of, write_run
 
 
 def arm(folder, name, epochs, accuracy, **settings):
-    """A run of one stage at full cost."""
+    """Write a run with one stage at full cost."""
     whole = {"stage_epochs": (epochs,), "cost_percent": 100.0, "reference_epochs": epochs}
     write_run(folder / name, **{**whole, "test_accuracy": accuracy, **settings})
 
@@ -27,9 +27,9 @@ def folder(tmp_path_factory):
     for epochs, accuracy in ((4, 0.70), (8, 0.78), (16, 0.86)):
         arm(folder, f"fixed{epochs}", epochs, accuracy, **FIXED)
     for name, rate, lengths, cost, accuracy in (
-        ("exp_short", 0.2, (2, 2, 4), 75, 0.75),  # 6 epochs' worth: fixed size reaches 0.74
-        ("exp_long", 0.2, (4, 4, 8), 75, 0.83),  # 12 epochs' worth: fixed size reaches 0.82
-        ("linear", 0.0, (3, 2, 3), 50, 0.69),  # 4 epochs' worth
+        ("exp_short", 0.2, (2, 2, 4), 75, 0.75),  # 6 epochs at full width: fixed size reaches 0.74
+        ("exp_long", 0.2, (4, 4, 8), 75, 0.83),  # 12 epochs: fixed size reaches 0.82
+        ("linear", 0.0, (3, 2, 3), 50, 0.69),  # 4 epochs
     ):
         schedule = {"epoch_growth_rate": rate, "initial_fraction": 0.1, "initial_width": 0.25}
         about = {"lr_adapt": "none", "stage_epochs": lengths, "cost_percent": cost, "schedule": schedule}
@@ -43,7 +43,7 @@ def named(folder):
     return [one.name for one in series_over_budgets(rows_of(folder))]
 
 
-def test_rows_that_differ_by_their_budget_make_one_series(folder):
+def test_rows_that_differ_only_in_their_budget_make_one_series(folder):
     series = series_over_budgets(rows_of(folder))
     fixed, linear, exponential = series
     assert [one.name for one in series] == ["fixed-size", "ours, p_t = 0", "ours, p_t = 0.2"]
@@ -56,7 +56,7 @@ def test_rows_that_differ_by_their_budget_make_one_series(folder):
     assert np.all(np.diff([point.score for point in edge]) > 0)
 
 
-def test_a_method_with_a_rate_of_its_own_at_each_budget_is_one_series(tmp_path):
+def test_a_method_with_a_rate_for_each_budget_is_one_series(tmp_path):
     for name, epochs, rate, score in (("a", 4, 0.2, 0.70), ("b", 8, 0.1, 0.78), ("c", 16, 0.1, 0.80)):
         about = {"lr_adapt": "none", "schedule": {"budget": epochs}, "overrides": [f"optimizer.lr={rate}"]}
         arm(tmp_path, name, epochs, score, **about)
@@ -72,7 +72,7 @@ def test_a_method_with_a_rate_of_its_own_at_each_budget_is_one_series(tmp_path):
 
 
 def test_series_are_named_by_their_shape(tmp_path):
-    """The first stage's share of a training is of the shape, its epochs are not."""
+    """The name contains the first stage's fraction of the epochs, not their number."""
     for name, schedule in (
         ("short", {"initial_fraction": 0.05}),
         ("half", {"initial_fraction": 0.5}),
@@ -86,7 +86,7 @@ def test_series_are_named_by_their_shape(tmp_path):
     arm(tmp_path / "fixed", "b", 4, 0.70, **FIXED, overrides=["model.width=8", "optimizer.lr=0.1"])
     small = "fixed-size, model.width=8, optimizer.lr=0.1"
     assert named(tmp_path / "fixed") == ["fixed-size, optimizer.lr=0.2", small]
-    # A setting that is younger than a run is off there.
+    # A setting that an older run lacks is off.
     rate = {"milestones": [], "decay": 0.1, "decay_fraction": 0.5, "decay_shape": "linear"}
     rate |= {"progress_unit": "epochs", "warmup_fraction": 0.0, "warmup_steps_after_growth": 0}
     new = {"batch_size_stage": "last", "grow_when": None, "learning_rate": rate}
@@ -96,7 +96,7 @@ def test_series_are_named_by_their_shape(tmp_path):
     assert one.name == "ours" and len(one.points) == 2
 
 
-def test_within_budgets_cost_counts_passes_over_the_data_and_runs_have_names(tmp_path):
+def test_runs_with_budgets_are_named_and_cost_counts_passes_over_the_data(tmp_path):
     pairs = {"growth": "pairs", "lr_adapt": "none"}
     kinds = {
         "fixed_size": (FIXED, 4.0),
@@ -107,7 +107,7 @@ def test_within_budgets_cost_counts_passes_over_the_data_and_runs_have_names(tmp
     for kind, (settings, passes) in kinds.items():
         for budget in (2, 4):
             schedule = {"budget": budget, "initial_width": 0.5 if kind == "grown_both" else 1.0}
-            # Ten parts to a pass: so many epochs of the loop.
+            # Ten epochs are a pass over the data.
             about = {"stage_epochs": (int(passes * budget * 5),) * 2, "reference_epochs": 10 * budget}
             write_run(tmp_path / f"{kind}_{budget}", **settings, **about, schedule=schedule, cost_percent=100.0)
     rows = rows_of(tmp_path)
@@ -127,7 +127,7 @@ def test_within_budgets_cost_counts_passes_over_the_data_and_runs_have_names(tmp
 
 
 @pytest.mark.parametrize(("epochs", "scale"), [((2, 5, 11), "linear"), ((2, 5, 16), "log")])
-def test_costs_further_apart_than_six_times_stand_on_a_logarithmic_axis(tmp_path, epochs, scale):
+def test_costs_that_differ_by_more_than_six_times_have_a_logarithmic_axis(tmp_path, epochs, scale):
     for one in epochs:
         arm(tmp_path, str(one), one, 0.8, **FIXED)
     figure = frontier(load_runs(tmp_path))
@@ -140,7 +140,7 @@ def test_costs_further_apart_than_six_times_stand_on_a_logarithmic_axis(tmp_path
         assert {"2", "5", "10"} <= set(shown[0]) and {"20", "50", "100"} <= set(shown[1])
 
 
-def test_parts_of_an_epoch_are_not_called_a_percentage_of_epochs(tmp_path):
+def test_with_budgets_below_an_epoch_the_axis_is_relative_to_the_largest(tmp_path):
     arm(tmp_path, "a", 8, 0.8, **FIXED, schedule={"budget": 0.1})
     (top,) = frontier(load_runs(tmp_path)).axes[0].child_axes
     assert top.get_xlabel() == "% of the largest budget"
@@ -158,7 +158,7 @@ def test_a_frontier_over_seconds(tmp_path):
     assert axes.get_xlabel() == "seconds of a training"
     (edge,) = [line for line in axes.lines if line.get_gid() == "frontier"]
     assert edge.get_xdata() == pytest.approx([9, 12]) and edge.get_ydata() == pytest.approx([60, 71])
-    # One sample standard deviation to each side, at the mean: of the method with two seeds.
+    # One sample standard deviation on each side of the mean, for the method with two seeds.
     segments = [segment for lines in axes.collections for segment in lines.get_segments()]
     (span,) = [segment for segment in segments if np.ptp(segment[:, 0])]
     assert span == pytest.approx(np.array([[12 - 8**0.5, 71], [12 + 8**0.5, 71]]))
@@ -178,12 +178,12 @@ BUDGETS = (2, 4, 8, 16)
 
 
 def score_at(cost, lead):
-    """Linear in the logarithm of cost, so that interpolation is exact."""
+    """Score that is linear in the logarithm of the cost, so that interpolation is exact."""
     return 0.4 + 0.1 * math.log2(cost * lead)
 
 
 def budgets(folder, lead=2.0, speed=0.5):
-    """A full network, and one that grows: it needs `1 / lead` of the cost, at `speed` times the seconds for a cost."""
+    """Write a full network, and one that grows: `1 / lead` of the cost, `speed` times the seconds per cost."""
     kinds = {"full": (FIXED, 1, 1), "grown": ({"growth": "pairs", "lr_adapt": "none"}, lead, speed)}
     for name, (settings, gain, pace) in kinds.items():
         for budget in BUDGETS:
@@ -199,7 +199,7 @@ def of(times, name, level):
 
 
 @pytest.mark.parametrize("lead", [1.3, 3.7])
-def test_the_ratio_is_that_which_the_curves_were_made_with(tmp_path, lead):
+def test_ratios_of_cost_and_seconds(tmp_path, lead):
     times = times_to_scores(budgets(tmp_path, lead=lead, speed=0.6))
     for budget in BUDGETS:
         one, own = (of(times, name, score_at(budget, 1)) for name in ("pairs", "fixed-size"))
@@ -222,13 +222,13 @@ def test_a_score_between_budgets_and_beyond_them(tmp_path):
     assert between.cost.value == pytest.approx(11)
     assert between.cost_ratio.value == pytest.approx(2)
     beyond = of(times_to_scores(rows, level=score_at(12, 1)), "pairs", score_at(12, 1))
-    # The grown network's largest budget has not reached it: more than that, and more than 16 / 12 of the reference's.
+    # The grown network's largest budget, 16, does not reach it, and the reference needs 12: above 16 / 12.
     assert beyond.cost.sign == ">" and beyond.cost_ratio.text(3) == "> 1.333"
-    # Both ends are open: nothing is known of the ratio.
+    # No network reaches it: the ratio is unknown.
     assert of(times_to_scores(rows, level=0.99), "pairs", 0.99).cost_ratio.value is None
     low = times_to_scores(rows, against="pairs", level=score_at(2.5, 0.5))
     assert of(low, "fixed-size", score_at(2.5, 0.5)).cost_ratio.text(1) == "< 0.8"
-    # A score as it was measured is reached whatever its last bit.
+    # A measured score is reached in spite of rounding.
     for noise in (-1e-12, 0.0, 1e-12):
         level = score_at(8, 1) * (1 + noise)
         one = of(times_to_scores(rows, level=level), "fixed-size", level)
@@ -237,7 +237,7 @@ def test_a_score_between_budgets_and_beyond_them(tmp_path):
         times_to_scores(rows, level=math.nan)
 
 
-def test_a_curve_that_falls_counts_where_it_first_crosses(tmp_path):
+def test_of_a_curve_that_is_not_monotonic_the_first_crossing_counts(tmp_path):
     for budget, accuracy in zip(BUDGETS, (0.5, 0.7, 0.6, 0.8), strict=True):
         arm(tmp_path, str(budget), budget, accuracy, **FIXED)
     (one,) = times_to_scores(rows_of(tmp_path), level=0.65)
@@ -271,7 +271,7 @@ def test_seconds_of_several_machines_are_left_out_and_the_reference_is_a_full_ne
     assert all(one.cost_ratio.value == 1 for one in times_to_scores(grown, against="pairs"))
 
 
-def test_the_command_prints_the_table_and_names_the_methods_there_are(tmp_path, capsys):
+def test_the_command_prints_the_table_or_names_all_methods(tmp_path, capsys):
     budgets(tmp_path)
     assert main(["time", str(tmp_path), "--score", "60"]) == 0
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[3].split("|")[1:-1]]

@@ -1,4 +1,4 @@
-"""Figures of records over steps: regions from rates.csv, layers from layers.csv."""
+"""Figures over steps: regions from rates.csv, layers from layers.csv."""
 
 from pathlib import Path
 
@@ -20,16 +20,16 @@ def run(tmp_path_factory):
     return open_run(write_run(tmp_path_factory.mktemp("run")))
 
 
-def test_an_unknown_parameter_is_answered_with_the_nearest(run):
+def test_an_unknown_parameter_gives_a_suggestion(run):
     assert len(rate_factors(run, ["fc.weight"]).axes) == 3
     with pytest.raises(UserError, match=r"did you mean fc\.weight\?"):
         rate_factors(run, ["fc.weights"])
 
 
-def test_norms_of_two_runs_stand_side_by_side(tmp_path):
+def test_norms_of_two_runs_have_a_panel_each(tmp_path):
     for name in ("ours", "pairs"):
         write_run(tmp_path / name, growth=name, stage_epochs=(1, 1, 2))
-    # Older runs recorded no gradients.
+    # Older runs have no norms of gradients.
     path = tmp_path / "pairs" / "rates.csv"
     path.write_text("".join(line.rsplit(",", 1)[0] + "\n" for line in path.read_text().splitlines()))
     runs = load_runs(tmp_path)
@@ -70,7 +70,7 @@ def drawn(folder: Path, name: str):
     return figures.find(name)(load_runs([folder], print), None)
 
 
-def test_overrides_are_said_in_words(tmp_path: Path) -> None:
+def test_labels_describe_overrides(tmp_path: Path) -> None:
     relu = ("model.network.activation=relu", "model.gain=2")
     for number, more in enumerate((("model.biases=true",), relu)):
         write_run(tmp_path / str(number), overrides=("model.initialisation=hyperfan_in", *more))
@@ -86,7 +86,7 @@ def test_histograms_are_of_the_first_or_the_last_step(tmp_path: Path, when: str,
     assert deviations.lines[0].get_ydata().tolist() == [spread, spread]
 
 
-def test_a_histogram_without_a_shape_is_named_and_not_drawn(tmp_path: Path) -> None:
+def test_a_heavy_tailed_histogram_is_named_and_not_drawn(tmp_path: Path) -> None:
     path = with_layers(tmp_path / "a", "xavier_in", 1.0) / "layers.csv"
     narrow, wide = "hidden.0,gradient,0.1,1.0,-1.0,1.0", "hidden.0,gradient,0.1,1.0,-9,9"
     path.write_text(path.read_text().replace(narrow, wide))

@@ -50,8 +50,8 @@ def test_mean_sample_std_and_speedup_over_seeds(tmp_path):
     assert len({len(line) for line in lines[:5]}) == 1
 
 
-def test_runs_on_a_part_of_the_data_are_of_other_data(tmp_path):
-    """Their epochs cost less: neither cost nor seconds compare with those of all the data."""
+def test_runs_on_a_part_of_the_data_are_not_compared_with_others(tmp_path):
+    """Their epochs cost less."""
     write_run(tmp_path / "fixed", **FIXED, seconds=300)
     write_run(tmp_path / "ours", overrides=["data.limit_train=null"], seconds=200)
     write_run(tmp_path / "part", overrides=["data.limit_train=500"], stage_epochs=(4, 4), seconds=20)
@@ -65,18 +65,18 @@ def test_runs_on_a_part_of_the_data_are_of_other_data(tmp_path):
     assert "resnet20 on cifar10, 16 epochs; resnet20 on cifar10 limit_train=500, 8 epochs" in markdown(rows)
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.99, False), (0.25, True)])
-def test_networks_of_several_sizes_in_one_table_are_named(tmp_path, share, said):
+@pytest.mark.parametrize(("share", "warns"), [(0.99, False), (0.25, True)])
+def test_a_table_warns_of_networks_of_different_sizes(tmp_path, share, warns):
     write_run(tmp_path / "whole", train_flops=1_000_000, **FIXED)
     write_run(tmp_path / "small", train_flops=share * 1e6, overrides=["model.width=8"], **FIXED)
     words = "Rows of resnet20 on cifar10 differ in what an epoch at full width costs, by up to 4 times: each row's"
-    assert (words in markdown(rows_of(tmp_path))) == said
+    assert (words in markdown(rows_of(tmp_path))) == warns
 
 
-def test_cost_of_runs_of_different_length_shares_one_reference(tmp_path):
+def test_costs_of_runs_of_different_length_have_one_reference(tmp_path):
     write_run(tmp_path / "fixed16", stage_epochs=(16,), **FIXED)
     write_run(tmp_path / "fixed10", stage_epochs=(10,), **FIXED)
-    # As the experiment writes a run of equal FLOPs: its cost is already relative to 16 epochs.
+    # A run of equal FLOPs records its cost relative to 16 epochs.
     equal = {"overrides": ["schedule.equal_flops=true"], "cost_percent": 62.5, "reference_epochs": 16}
     write_run(tmp_path / "equal", stage_epochs=(10,), seconds=300, **equal, **FIXED)
     write_run(tmp_path / "ours", cost_percent=61.4)
@@ -92,7 +92,7 @@ def test_cost_of_runs_of_different_length_shares_one_reference(tmp_path):
     assert {row.reference_epochs for row in rows} == {16}
     text = markdown(rows)
     assert text.startswith("| epochs |") and "resnet20 on cifar10, 16 epochs" in text
-    # With a budget, its epochs are the hundred percent.
+    # With a budget, its epochs are 100 %.
     budget = {"schedule": {"budget": 10}, "reference_epochs": 10, "cost_percent": 100.0}
     write_run(tmp_path / "budget" / "full", stage_epochs=[10], **FIXED, **budget)
     write_run(tmp_path / "budget" / "grown", stage_epochs=[8, 7], **budget)
@@ -107,7 +107,7 @@ def test_cost_of_runs_of_different_length_shares_one_reference(tmp_path):
     ],
     ids=str,
 )
-def test_no_speedup_against_a_fixed_size_run_that_did_other_work(tmp_path, difference):
+def test_no_speedup_against_a_fixed_size_run_of_other_work(tmp_path, difference):
     write_run(tmp_path / "ours", seconds=50)
     write_run(tmp_path / "other", **FIXED, seconds=100, **difference)
     assert by_method(tmp_path)["ours + stagewise_norm"].speedup is None
@@ -125,7 +125,7 @@ def test_speedup_is_against_the_fixed_size_run_with_the_nearest_settings(tmp_pat
     assert rows["ours + stagewise_norm, optimizer.lr=0.2"].speedup == pytest.approx(2.4)
 
 
-def test_many_settings_cost_as_much_each_as_few(tmp_path, monkeypatch):
+def test_speedups_take_time_linear_in_the_number_of_rows(tmp_path, monkeypatch):
     calls, own = [], tables._seconds_by_machine
     monkeypatch.setattr(tables, "_seconds_by_machine", lambda runs: calls.append(1) or own(runs))
     for number in range(20):
@@ -182,10 +182,12 @@ def test_a_missing_or_nan_score_is_left_out_of_means_and_pairs(tmp_path):
     for seed, score in enumerate((0.8, None, float("nan"), ...)):
         changed(write_run(tmp_path / f"a{seed}", seed=seed), test_accuracy=score)
         write_run(tmp_path / f"b{seed}", **FIXED, seed=seed, test_accuracy=0.7)
-    said: list[str] = []
-    fixed, row = summarise(load_runs(tmp_path), said.append)
+    warnings: list[str] = []
+    fixed, row = summarise(load_runs(tmp_path), warnings.append)
     assert (row.n, row.score_mean, row.score_std, len(row.runs)) == (1, 0.8, None, 4)
-    assert said == ["3 of 4 runs of ours + stagewise_norm have no finite test accuracy: its row averages the others."]
+    assert warnings == [
+        "3 of 4 runs of ours + stagewise_norm have no finite test accuracy: its row averages the others."
+    ]
     (comparison,) = compare_pairs([fixed, row])
     assert comparison.differences == (pytest.approx(0.1),)
 
@@ -205,7 +207,7 @@ def test_csv_and_json_have_the_same_plain_numbers(tmp_path):
     assert from_csv["overrides"] == "growth.x=[1,2]"
 
 
-def test_columns_appear_only_where_rows_differ_and_shared_overrides_are_said_once(tmp_path):
+def test_columns_appear_where_rows_differ_and_shared_overrides_once(tmp_path):
     write_run(tmp_path / "a", overrides=["data.validation=none"])
     write_run(tmp_path / "b", growth="net2net", overrides=["data.validation=none", "growth.noise_std=0"])
     rows = rows_of(tmp_path)
@@ -218,7 +220,7 @@ def test_columns_appear_only_where_rows_differ_and_shared_overrides_are_said_onc
     assert markdown(rows_of(tmp_path)).startswith("| model ")
 
 
-def test_translations_are_judged_by_bleu_and_texts_by_their_bits(tmp_path):
+def test_translations_are_compared_by_bleu_and_texts_by_bits(tmp_path):
     scores = {"net2net": (31.0, 3.6), "ours": (31.8, 3.4), "none": (38.1, 2.7)}
     for growth, (bleu, bits) in scores.items():
         about = {"growth": growth, "test_accuracy": 0.5}
@@ -226,7 +228,7 @@ def test_translations_are_judged_by_bleu_and_texts_by_their_bits(tmp_path):
         write_run(tmp_path / "c" / growth, **about, model="c", test_bits_per_character=bits)
     translation, text = rows_of(tmp_path / "t"), rows_of(tmp_path / "c")
     assert [row.score_text for row in translation] == ["38.10 (1)", "31.80 (1)", "31.00 (1)"]
-    assert [row.score_text for row in text] == ["2.70 (1)", "3.40 (1)", "3.60 (1)"]  # the fewer the better
+    assert [row.score_text for row in text] == ["2.70 (1)", "3.40 (1)", "3.60 (1)"]  # fewer are better
     assert " BLEU (n) |" in markdown(translation) and "BLEU: test, mean" in markdown(translation)
     both = table([*translation, *text])
     column = both.header.index("metric")
@@ -235,7 +237,7 @@ def test_translations_are_judged_by_bleu_and_texts_by_their_bits(tmp_path):
     assert all(pair.row.score_mean < pair.against.score_mean for pair in compare_pairs(text))
 
 
-def test_other_objectives_are_judged_by_the_metric_they_name(tmp_path):
+def test_other_objectives_are_compared_by_their_own_metric(tmp_path):
     for seed, (name, growth, score) in enumerate(
         (("rmse", "ours", 0.0625), ("rmse", "none", 0.05), ("mae", "ours", 0.5))
     ):
@@ -275,14 +277,14 @@ def test_rows_without_the_number_that_they_are_sorted_by_come_last(tmp_path, sor
     )
 
 
-def test_the_optimizers_state_sets_rows_apart(tmp_path):
+def test_rows_are_distinguished_by_the_optimizers_state(tmp_path):
     for method in ("ours_without_state", "ours_with_state", "growing_vt"):
         for optimizer in ("sgd", "adam"):
             about = {"lr_adapt": "none", "optimizer": optimizer, "overrides": [f"method={method}"]}
             run = write_run(tmp_path / method / optimizer, seed=int(method == "growing_vt"), **about)
-            # The typed words are all that is known of it.
+            # Only the overrides are known.
             (run / "config.yaml").unlink()
-    # By itself growing resets the state of SGD, and keeps Adam's.
+    # By default growing resets the state of SGD and keeps that of Adam.
     assert {(row.method, row.group.optimizer, row.n) for row in rows_of(tmp_path)} == {
         ("ours, optimizer_state=reset", "sgd", 1),
         ("ours, optimizer_state=inherit", "sgd", 1),
@@ -308,7 +310,7 @@ def test_tables_of_pairs_and_papers_name_every_row_differently(tmp_path):
     named = compare_pairs(rows, names[0])
     assert len(named) == 9 and all(one.against is rows[0] for one in named)
     assert len(paper_table(rows).rows) == 10
-    # Names have no more words than they need.
+    # Names have no unnecessary words.
     for name, about in (("a", {}), ("b", {**FIXED, "optimizer": "adam", "precision": "bf16-mixed"})):
         write_run(tmp_path / "two" / name, **about)
     assert sorted(unique_names(rows_of(tmp_path / "two"))) == ["fixed-size", "ours + stagewise_norm"]

@@ -1,4 +1,4 @@
-"""Figures of widths: lines, maps and silhouettes of one run; paths and changes of several."""
+"""Figures of widths: lines, maps and silhouettes of one run; paths and changes of several runs."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -22,14 +22,14 @@ def run(tmp_path_factory):
     return open_run(write_run(tmp_path_factory.mktemp("run")))
 
 
-def test_names_of_many_groups_keep_apart(tmp_path):
+def test_names_of_many_groups_do_not_overlap(tmp_path):
     groups = {f"b{i}": {"full_width": 90 + i, "widths": [20 + i, 90 + i]} for i in range(40)}
     figure = widths_over_time(open_run(write_run(tmp_path, groups=groups, stage_epochs=(1, 1))))
     (axes,) = figure.axes
     assert len(curves(axes)) == 40
     names = [text for text in axes.texts if ":" in text.get_text()]
     assert 5 < len(names) < 40 and names[0].get_text() == "129: b39" and names[-1].get_text() == "90: b0"
-    # The extent of an annotation spans its leader line; the words alone are what must not touch.
+    # The extent of an annotation includes its leader line, so compare positions of the text.
     figure.draw_without_rendering()
     heights = sorted(axes.transData.transform((0, name.xyann[1]))[1] for name in names)
     assert np.diff(heights).min() >= 7 / 72 * figure.dpi
@@ -62,7 +62,7 @@ def fake(widths: dict[str, list[int]], stages: list[int], accuracy: object, **mo
     return run
 
 
-def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
+def test_runs_with_equal_starts_share_a_colour_and_an_entry_of_the_legend() -> None:
     cases = [([2, 9], [0, 1, 1]), ([2, 10], [0, 0, 1]), ([64, 13], [0, 0, 1])]
     runs = [fake({"a": widths}, stages, [0.1, 0.5, 0.9]) for widths, stages in cases]
     above, below = width_paths(runs).axes
@@ -77,7 +77,7 @@ def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
     assert np.allclose(below.lines[0].get_ydata(), [10, 50, 90])
 
 
-def test_sums_of_layers_few_neurons_and_changes_of_the_task_are_marked() -> None:
+def test_axes_of_summed_widths_and_marks_of_changed_tasks() -> None:
     config = {"data": {"class_schedule": {0: [3, 4], 2: [0, 1, 2, 3, 4, 5]}}}
     above, below = width_paths([fake({"a": [2, 9], "b": [3, 3]}, [0, 1, 1], 0.5, config=config)]).axes
     assert above.get_ylabel() == "width, sum of 2 layers"
@@ -108,7 +108,7 @@ def drawn_lines(axes):
     return [line for line in axes.lines if line.get_gid() != CHANGE and len(line.get_xdata()) > 1]
 
 
-def test_the_common_part_of_lines_is_drawn_once() -> None:
+def test_the_common_start_of_lines_is_drawn_once() -> None:
     ends = {2: 0.3, 5: 0.5, 4: 0.4}
     figure = width_changes([moving([4, 4, 4, end], [0.2, 0.3, 0.4, last]) for end, last in ends.items()], "start")
     lines = drawn_lines(figure.axes[0])

@@ -1,4 +1,6 @@
+import errno
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch) -> Path:
-    """Give every test its own cache folder, and no data folder from outside."""
+    """Use an empty cache folder, and ignore $GROWLAB_DATA."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("GROWLAB_DATA", raising=False)
     return tmp_path / "cache" / "growlab"
@@ -24,12 +26,12 @@ def shared_data() -> Path:
     """Folder of real data next to the checkout."""
     folder = Path(__file__).parents[4] / "shared" / "data"
     if not folder.is_dir():
-        pytest.skip("no shared/data beside the checkout")
+        pytest.skip("no shared/data next to the checkout")
     return folder
 
 
 class Pictures:
-    """Random images in classes, and the layouts of folders with them."""
+    """Random images in four classes, and functions that write them in several layouts."""
 
     def __init__(self, num_train: int = 40, num_test: int = 12, size: int = 10, channels: int = 3) -> None:
         rng = np.random.default_rng(0)
@@ -91,7 +93,7 @@ def grey_pictures() -> Pictures:
 
 
 def placed(data, epoch: int = 0, rank: int = 0, world_size: int = 1):
-    """Attach a trainer in this epoch and process to the data."""
+    """Attach a fake trainer with this epoch and rank to the data."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     data.trainer = SimpleNamespace(
         current_epoch=epoch, global_rank=rank, world_size=world_size, strategy=strategy, training=True
@@ -100,7 +102,7 @@ def placed(data, epoch: int = 0, rank: int = 0, world_size: int = 1):
 
 
 def train_batches(data, epoch: int = 0, rank: int = 0, world_size: int = 1) -> list:
-    """Training batches of an epoch and rank."""
+    """Return the training batches of an epoch and rank."""
     return list(placed(data, epoch, rank, world_size).train_dataloader())
 
 
@@ -109,3 +111,28 @@ def equal(ours, others) -> bool:
     return len(ours) == len(others) and all(
         torch.equal(a, b) for pair in zip(ours, others, strict=True) for a, b in zip(*pair, strict=True)
     )
+
+
+def assert_equal_on_gpu(data, cpu_batches) -> None:
+    """Assert that training batches on the first GPU equal those on the CPU."""
+    data.trainer.strategy.root_device = torch.device("cuda", 0)
+    for (x, y), (cpu_x, cpu_y) in zip(data.train_dataloader(), cpu_batches, strict=True):
+        assert x.is_cuda and y.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(x.cpu(), cpu_x, rtol=0, atol=1e-6)
+        assert torch.equal(y.cpu(), cpu_y)
+
+
+@pytest.fixture
+def make_unreadable(monkeypatch) -> Callable[[Path], None]:
+    """Return a function that simulates a folder without read permission, since root may read everything."""
+    listed = os.scandir
+
+    def make(closed: Path) -> None:
+        def scandir(path):
+            if Path(path) == closed:
+                raise PermissionError(errno.EACCES, "Permission denied", str(closed))
+            return listed(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+
+    return make

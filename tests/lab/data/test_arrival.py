@@ -1,7 +1,6 @@
 """Subsets of images: splits, class-balanced limits, and data that change or arrive during training."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from growlab.base.errors import UserError
 from growlab.lab.data import ImageData, Incremental
 from growlab.lab.data.arrival import Arrival, first_balanced, positions_of, stratified_split
+from tests.lab.data.conftest import placed
 
 LABELS = st.lists(st.integers(0, 5), min_size=1, max_size=120).map(np.array)
 # Stages of 2, 1 and 2 epochs.
@@ -22,13 +22,6 @@ def opened(**settings) -> ImageData:
     data = ImageData("digits", **settings)
     data.setup()
     data.follow_stages(STARTS, EPOCHS, EPOCHS)
-    return data
-
-
-def at(data: ImageData, epoch: int) -> ImageData:
-    data.trainer = SimpleNamespace(
-        current_epoch=epoch, global_rank=0, world_size=1, strategy=SimpleNamespace(root_device="cpu")
-    )
     return data
 
 
@@ -73,19 +66,19 @@ def test_classes_by_epoch() -> None:
 def test_every_epoch_has_equally_many_images_of_its_classes_only() -> None:
     data = opened(batch_size=50, class_schedule={0: [3, 4], 2: [0, 1, 2]}, validation="test")
     for epoch, classes in ((0, {3, 4}), (1, {3, 4}), (2, {0, 1, 2})):
-        seen = labels_in(at(data, epoch).train_dataloader())
+        seen = labels_in(placed(data, epoch).train_dataloader())
         assert len(seen) == data.num_train and set(seen) == classes
         for loader in (data.val_dataloader(), data.test_dataloader()):
             assert set(labels := labels_in(loader)) == classes and len(labels) < data.num_test
 
 
-def test_the_papers_classes_and_images() -> None:
+def test_arrival_is_as_in_the_paper() -> None:
     by_class, by_image = Incremental("classes"), Incremental("images")
     assert by_class.num_classes(100, 9) == [20, 30, 40, 50, 60, 70, 80, 90, 100]
     assert [float(share) for share in by_image.shares(9)] == pytest.approx([0.2 + 0.1 * s for s in range(9)])
     assert sorted(by_class.order(100)) == list(range(100)) != by_class.order(100)
     assert by_class.order(100) != Incremental("classes", seed=1).order(100)
-    # A single stage has everything.
+    # A single stage has all data.
     assert by_class.num_classes(10, 1) == [10] and by_image.shares(1) == [1]
 
 
@@ -97,12 +90,12 @@ def test_each_stage_includes_the_images_of_the_previous_one(incremental: Increme
     assert all(set(before) <= set(after) for before, after in pairwise(parts))
     distinct = len(set(parts[-1].tolist()))
     assert (0.55 < distinct / 500 < 0.72) if incremental.replacement else distinct == 500
-    # All of them are in validation and test.
+    # Held-out images do not arrive in stages.
     assert len(incremental.positions("val", labels, 10, 0, 5)) == 500
 
 
 def test_no_batch_is_a_single_image() -> None:
-    """A stage of 289 images would be four batches of 72 and a single image, which is left to the next stage."""
+    """289 images are four batches of 72 and a single image, which is left for the next stage."""
     data = opened(batch_size=72, incremental=Incremental("images", 289 / 1438, replacement=False))
     sizes = [len(y) for _, y in data.train_dataloader()]
     assert sizes == [72] * 4 == data.samples_in_batches(0, 72)
@@ -115,9 +108,9 @@ def test_classes_appear_with_the_stages() -> None:
     data = opened(batch_size=50, limit_train=400, validation="test", incremental=arriving)
     order = arriving.order(10)
     for epoch, count in enumerate([4, 4, 7, 10, 10]):
-        seen = labels_in(at(data, epoch).train_dataloader())
+        seen = labels_in(placed(data, epoch).train_dataloader())
         assert set(seen) == set(order[:count])
-        # Each image once: epochs get longer.
+        # Each image once, so epochs get longer.
         assert len(seen) == data.num_train_at(epoch) == 40 * count
         assert len(data.train_dataloader()) == -(-40 * count // 50)
         assert set(labels_in(data.val_dataloader())) == set(order[:count])
@@ -126,9 +119,9 @@ def test_classes_appear_with_the_stages() -> None:
     assert [data.num_train_at(epoch) // 40 for epoch in range(10)] == [4, 4, 4, 4, 7, 7, 10, 10, 10, 10]
 
 
-def test_a_former_stage_can_be_trained_on_again() -> None:
+def test_data_of_an_earlier_stage_can_be_loaded_again() -> None:
     data = opened(batch_size=30, limit_train=300, shift=1, incremental=Incremental("images", 0.5))
-    now = labels_in(at(data, 2).train_dataloader())
+    now = labels_in(placed(data, 2).train_dataloader())
     old, again, other = (list(data.training_loader(1, draw)) for draw in (7, 7, 8))
     assert sum(len(y) for _, y in old) == data.num_train_at(1) < len(now)
     assert all(torch.equal(x, x2) and torch.equal(y, y2) for (x, y), (x2, y2) in zip(old, again, strict=True))
@@ -147,6 +140,6 @@ def test_a_former_stage_can_be_trained_on_again() -> None:
         (lambda: ImageData("digits", incremental=Incremental(), class_schedule={0: [1]}), "set one"),
     ],
 )
-def test_impossible_schedules(make, sentence: str) -> None:
+def test_invalid_schedules_are_refused(make, sentence: str) -> None:
     with pytest.raises((UserError, ValueError), match=sentence):
         make()

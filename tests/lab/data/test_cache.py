@@ -1,4 +1,4 @@
-"""The cache of decoded images."""
+"""Cache of decoded images."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ def _train(root, positions=None):
 
 
 def test_a_second_run_decodes_nothing_until_a_file_changes(root, pictures, own_cache, decodings):
-    # A few images of a large set are decoded alone.
+    # Only the selected images are decoded.
     few = _train(root, [3, 7])
     assert decodings["images"] == 2 and not list(own_cache.rglob("*.npy"))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A user's own data: parts, classes, and batches that are functions of seed and epoch alone."""
+"""A user's data: splits, inferred arguments, and batches that depend only on seed and epoch."""
 
 import random
 from functools import partial
@@ -37,12 +37,12 @@ def opened(source: Any, **arguments: Any) -> CustomData:
 
 
 def classes(num: int = 100) -> TensorDataset:
-    """Samples of ten features in four classes, one of which has half of the samples."""
+    """Samples with ten features, half of them in one of four classes."""
     return TensorDataset(drawn(num, 10), torch.arange(num) % 2 * (1 + torch.arange(num) % 3))
 
 
 class Named(Dataset):
-    """Data set whose classes are known only by reading it or from the given attributes."""
+    """Data set with the given attributes; without them its classes are found by reading."""
 
     def __init__(self, **known: Any) -> None:
         vars(self).update(known)
@@ -80,7 +80,7 @@ def test_parts_of_the_source_are_not_split_again() -> None:
 
 @pytest.mark.parametrize("make", [Waves, loaders, Images])
 def test_ranks_and_workers_see_the_samples_of_one_process(make: Any) -> None:
-    """Includes random transforms; the global generators keep their states."""
+    """With random transforms, which do not change the global generators."""
     alone, several = (opened(make(), batch_size=20, num_workers=0), opened(make(), batch_size=20, num_workers=2))
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     whole = list(placed(alone, epoch=3).train_dataloader())
@@ -179,7 +179,7 @@ class Unlimited(Sampler):
         return iter(range(10))
 
 
-def test_hugging_faces_data_sets(tmp_path: Any) -> None:
+def test_hugging_face_data_sets(tmp_path: Any) -> None:
     datasets = pytest.importorskip("datasets")
     import PIL.Image
 
@@ -225,7 +225,7 @@ def test_hugging_faces_data_sets(tmp_path: Any) -> None:
         (Discs, {"columns": Columns(["picture"])}, "and no picture; set data.columns.inputs"),
     ],
 )  # fmt: skip
-def test_unusable_sources_are_one_sentence(make: Any, settings: dict[str, Any], sentence: str) -> None:
+def test_unusable_sources_are_refused(make: Any, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as raised:
         opened(make(), **settings)
     assert sentence in str(raised.value) and str(raised.value).endswith(".")

@@ -1,4 +1,4 @@
-"""Image data in memory: batches are functions of (seed, epoch, rank), in Lightning's trainer too."""
+"""Image data in memory: batches are functions of (seed, epoch, rank), also in Lightning's trainer."""
 
 import lightning
 import numpy as np
@@ -12,7 +12,8 @@ from torch import nn
 from growlab.base.errors import UserError
 from growlab.lab.data import ImageData
 from growlab.lab.data.loaders import EpochPlan, MemoryLoader, Steps, StreamLoader
-from tests.lab.data.conftest import equal, placed, train_batches
+from tests.lab.data.conftest import assert_equal_on_gpu, equal, placed, train_batches
+from tests.lab.training.test_growth_callback import new_trainer
 
 # Lightning 2.6 asks torch 2.15's pytree in a deprecated way whenever it collects loaders.
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)`:FutureWarning")
@@ -66,7 +67,7 @@ def test_training_images_are_normalised_by_their_own_statistics(validation):
 
 
 def test_augmentation_differs_between_epochs_and_not_in_evaluation():
-    # A single image, so that order does not matter.
+    # With a single image, order does not matter.
     data = _digits(limit_train=1, limit_test=1, shift=3, validation="test")
     views = {tuple(train_batches(data, epoch)[0][0].flatten().tolist()) for epoch in range(20)}
     assert len(views) > 10
@@ -86,12 +87,12 @@ def test_augmentation_differs_between_epochs_and_not_in_evaluation():
         ({"resize_size": 15, "image_size": 16}, "data.resize_size=15 must be at least data.image_size"),
     ],
 )
-def test_arguments_that_cannot_be_used(arguments, sentence):
+def test_invalid_arguments_are_refused(arguments, sentence):
     with pytest.raises((UserError, ValueError), match=sentence):
         _digits(**arguments)
 
 
-def test_batches_are_a_function_of_seed_and_epoch_alone():
+def test_batches_depend_only_on_seed_and_epoch():
     data = _digits()
     fourth = train_batches(data, epoch=4)
     torch.manual_seed(123)
@@ -100,7 +101,7 @@ def test_batches_are_a_function_of_seed_and_epoch_alone():
     assert torch.equal(torch.get_rng_state(), before)
     assert not equal(fourth, train_batches(data, epoch=5))
     assert not equal(fourth, train_batches(_digits(seed=1), epoch=4))
-    # Every image once, in a new order in each epoch.
+    # Each epoch has every image once, in another order.
     plain = _digits(shift=0, mirror=False)
     first, second = (torch.cat([x.flatten(1) for x, _ in train_batches(plain, epoch)]) for epoch in (0, 1))
     assert not torch.equal(first, second) and sorted(first.tolist()) == sorted(second.tolist())
@@ -173,16 +174,12 @@ class _Recorder(lightning.LightningModule):
 
 def _fit(data: ImageData, **options) -> _Recorder:
     module = _Recorder()
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    settings = {"accelerator": "cpu", "max_epochs": 3, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
-    settings |= {"reload_dataloaders_every_n_epochs": 1, **dict.fromkeys(off, False)}
-    trainer = lightning.Trainer(**settings | options)
-    trainer.fit(module, data)
+    new_trainer(3, log_every_n_steps=1, **options).fit(module, data)
     return module
 
 
 @pytest.mark.parametrize("validation", ["none", "split"])
-def test_in_lightnings_trainer_the_batch_size_follows_the_epoch(validation):
+def test_the_batch_size_in_lightnings_trainer_follows_the_epoch(validation):
     sizes = {0: 400, 1: 300, 2: 100}
     data = _digits(validation=validation)
     data.batch_size_at_epoch = sizes.get
@@ -196,7 +193,7 @@ def test_in_lightnings_trainer_the_batch_size_follows_the_epoch(validation):
         assert all(torch.equal(x, other) for x, other in zip(batches, expected, strict=True))
 
 
-def test_a_trainer_that_keeps_its_loader_sees_a_new_order_each_epoch():
+def test_a_kept_loader_gives_a_new_order_in_each_epoch():
     kept, reloaded = _fit(_digits(), reload_dataloaders_every_n_epochs=0), _fit(_digits())
     for epoch in range(3):
         pairs = zip(kept.seen[epoch], reloaded.seen[epoch], strict=True)
@@ -204,7 +201,7 @@ def test_a_trainer_that_keeps_its_loader_sees_a_new_order_each_epoch():
     assert not torch.equal(kept.seen[0][0], kept.seen[1][0])
 
 
-def test_epochs_in_steps_follow_each_other_over_the_passes() -> None:
+def test_epochs_in_steps_continue_the_passes_over_the_data() -> None:
     lengths, passes = [3, 5, 4], [EpochPlan(50, 16, 3, number).batches() for number in range(3)]
     plans = [EpochPlan(50, 16, 3, epoch, steps=Steps(lengths)) for epoch in range(3)]
     flat = [batch.tolist() for one in passes for batch in one]
@@ -215,7 +212,7 @@ def test_epochs_in_steps_follow_each_other_over_the_passes() -> None:
 
 
 @given(parts=st.integers(1, 15), batch_size=st.integers(90, 400))
-def test_epochs_that_are_parts_of_a_pass_make_up_the_pass(parts: int, batch_size: int) -> None:
+def test_epochs_that_are_parts_of_a_pass_add_up_to_it(parts: int, batch_size: int) -> None:
     whole, divided = EpochPlan(1438, batch_size, 3, 1), EpochPlan(1438, batch_size, 3, 1, parts=parts)
     found = []
     for epoch in range(parts, 2 * parts):
@@ -247,9 +244,5 @@ def test_decoded_images_are_resized_like_encoded_ones():
 def test_on_a_gpu_batches_equal_those_on_the_cpu():
     data = _digits(shift=2)
     expected = train_batches(data, epoch=1)
-    data.trainer.strategy.root_device = torch.device("cuda", 0)
-    for (x, y), (cpu_x, cpu_y) in zip(data.train_dataloader(), expected, strict=True):
-        assert x.is_cuda and y.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
-        torch.testing.assert_close(x.cpu(), cpu_x, rtol=0, atol=1e-6)
-        assert torch.equal(y.cpu(), cpu_y)
+    assert_equal_on_gpu(data, expected)
     assert data.probe_batch(4).device.type == "cpu"

@@ -1,9 +1,7 @@
 """Images in folders, Parquet files and torchvision's files: layouts, decoding, and errors."""
 
-import errno
 import json
 import logging
-import os
 import pickle
 import shutil
 import struct
@@ -57,7 +55,7 @@ def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
     pq.write_table(change(pq.read_table(path)), path)
 
 
-# Layouts: all have the same pictures and must give the same tensors.
+# Layouts with the same pictures give the same tensors.
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_folders(pictures, tmp_path, names):
     assert open_images("insects", root)["train"].classes == pictures.classes
 
 
-def test_symlinks_are_followed_and_lower_case_names_win(pictures, tmp_path):
+def test_symlinks_are_followed_and_lower_case_names_are_preferred(pictures, tmp_path):
     root = pictures.as_folders(tmp_path / "pictures")
     (root / "TEST" / "ant").mkdir(parents=True)
     if (root / "test").samefile(root / "TEST"):
@@ -124,7 +122,7 @@ def test_large_parquet_is_read_from_a_copy_in_the_cache(pictures, tmp_path, monk
     train, test = open_images("insects", root).values()
     assert_same([(part.read(np.arange(len(part))).numpy(), part.labels) for part in (train, test)], pictures)
     assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 2
-    # Sets are pickled for worker processes without their images.
+    # A pickle for worker processes does not contain images.
     copy = pickle.loads(pickle.dumps(train))
     assert torch.equal(copy.read(np.array([3, 1])), train.read(np.array([3, 1])))
 
@@ -173,7 +171,7 @@ def test_torchvisions_cifar_files(tmp_path, monkeypatch, name, folder, key, meta
         assert np.array_equal(ours, images[part]) and np.array_equal(our_labels, labels[part])
 
 
-def test_digits_are_split_once_for_all():
+def test_the_split_of_the_digits_is_fixed():
     train, test = load_digits().values()
     assert (len(train), len(test)) == (1438, 359)
     original = sklearn.datasets.load_digits()
@@ -196,7 +194,7 @@ def test_default_root_is_the_users_cache_or_growlab_data(tmp_path, monkeypatch, 
 
 
 def laid_out(pictures, root: Path, layout: str) -> Path:
-    """40 + 12 pictures in root itself, or in train/ with test/, val/, both or neither."""
+    """Write 40 + 12 pictures to the root, or to train/ with test/, val/, both or neither."""
     pictures.as_folders(root)
     if layout in ("flat", "train"):
         shutil.rmtree(root / "test")
@@ -226,13 +224,13 @@ def laid_out(pictures, root: Path, layout: str) -> Path:
         ("train_val_test", "none", (40, 0, 12)),
     ],
 )
-def test_every_layout_is_split_into_its_parts(pictures, tmp_path, layout, validation, expected) -> None:
+def test_layouts_are_split_into_train_val_and_test(pictures, tmp_path, layout, validation, expected) -> None:
     root = laid_out(pictures, tmp_path / "data", layout)
     data = opened(root, validation=validation)
     assert numbers(data) == expected and data.num_classes == 4 and data.image_shape == (3, 10, 12)
     seen = [y.tolist() for loader in (data.train_dataloader(), data.test_dataloader()) for _, y in loader]
     assert sum(map(len, seen)) == expected[0] + expected[2]
-    # The test split is stratified and always the same.
+    # The test split is stratified and fixed.
     ((_, y),) = data.test_dataloader()
     assert y.bincount().tolist() == [expected[2] // 4] * 4
     again, other = opened(root, validation=validation), opened(root, validation=validation, split_seed=1)
@@ -244,7 +242,7 @@ def test_every_layout_is_split_into_its_parts(pictures, tmp_path, layout, valida
 
 
 @pytest.mark.parametrize(("validation", "held_out"), [("split", 39), ("test", 12), ("none", 0)])
-def test_a_validation_set_of_parquet_files_is_validated_on(pictures, tmp_path, validation, held_out):
+def test_a_validation_set_of_parquet_files_is_used(pictures, tmp_path, validation, held_out):
     root = pictures.as_parquet(tmp_path / "data", "{}-00000.parquet".format)
     pq.write_table(pq.read_table(root / "train-00000.parquet").slice(1), root / "validation-00000.parquet")
     assert numbers(opened(root, validation=validation)) == (40, held_out, 12)
@@ -254,7 +252,7 @@ def test_a_validation_set_of_parquet_files_is_validated_on(pictures, tmp_path, v
 def test_images_of_every_mode_become_coloured(pictures, tmp_path):
     """White images in every mode among coloured ones."""
     root = pictures.as_folders(tmp_path)
-    # Pillow does not read back the YCbCr that it writes into a TIFF.
+    # Pillow cannot read its own TIFF files with YCbCr.
     kinds = {"CMYK": "TIFF", "YCbCr": "JPEG", "I": "TIFF"}
     modes = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "I;16")
     for mode in modes:
@@ -265,7 +263,7 @@ def test_images_of_every_mode_become_coloured(pictures, tmp_path):
         options = {"transparency": b"\0" * 9} if mode == "P" else {}
         white.save(root / "train" / "ant" / f"white_{mode}.png", kinds.get(mode, "PNG"), **options)
     PIL.Image.new("LAB", (12, 10)).save(root / "train" / "ant" / "lab.png", "TIFF")
-    # Skip conversions that Pillow does not support.
+    # Skip LAB, which Pillow does not convert.
     images = open_images("insects", root, skip_damaged=True)["train"]
     paths = [Path(images.source.describe(p)).stem for p in range(len(images))]
     read = dict(zip(paths, images.read(np.arange(len(images))), strict=True))
@@ -280,7 +278,7 @@ RAMP = np.arange(120).reshape(10, 12) / 119
     ("pixels", "ending", "least", "largest"),
     [
         ((RAMP * 65535).astype(np.uint16), "tif", 0, 1),
-        # 12 bits of a microscope; the brightest pixel uses most of the range.
+        # 12 bits, as from a microscope; the brightest pixel uses most of the range.
         ((RAMP * 3000).astype(np.uint16), "png", 0, 3000 / 4095),
         ((RAMP * 200).astype(np.uint16), "png", 0, 200 / 255),
         ((RAMP * 4000 - 1000).astype(np.int32), "tif", 0, 1),
@@ -326,7 +324,7 @@ def test_damaged_images_are_skipped_or_named(pictures, tmp_path, own_cache, capl
     (record,) = caplog.records
     sentence = f"skipped 3 of 42 images in {root} that cannot be read, the first one {root}/ant/empty.jpg"
     assert sentence in record.message
-    # The list of damaged images is cached until a file changes.
+    # The list of damaged images is cached; a changed file is read again.
     decoded = []
     plain = EncodedImages._plain
     monkeypatch.setattr(EncodedImages, "_plain", lambda *args: decoded.append(args[1]) or plain(*args))
@@ -336,10 +334,10 @@ def test_damaged_images_are_skipped_or_named(pictures, tmp_path, own_cache, capl
     assert sum(numbers(opened(root, on_error="skip", in_memory=False))) == 40 and len(decoded) == 40
 
 
-# Nothing usable.
+# Errors.
 
 
-def test_without_network_the_download_fails_in_one_sentence(tmp_path, monkeypatch, capsys, caplog):
+def test_a_failed_download_is_one_line(tmp_path, monkeypatch, capsys, caplog):
     caplog.set_level(logging.INFO)
 
     def refuse(*args, **kwargs):
@@ -359,17 +357,9 @@ def test_nothing_is_downloaded_into_a_folder_of_other_files(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["letters.txt"]
 
 
-def test_an_unreadable_class_folder_is_an_error(pictures, tmp_path, monkeypatch) -> None:
-    """Simulated, because root may read everything; its class must not be missing silently."""
+def test_an_unreadable_class_folder_is_an_error(pictures, tmp_path, make_unreadable) -> None:
     root = pictures.as_folders(tmp_path / "data")
-    closed, listed = str(sorted((root / "train").iterdir())[0]), os.scandir
-
-    def scandir(path):
-        if str(path) == closed:
-            raise PermissionError(errno.EACCES, "Permission denied", closed)
-        return listed(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    make_unreadable(root / "train" / "ant")
     with pytest.raises(PermissionError):
         opened(root)
 
@@ -380,7 +370,7 @@ def refused(sentence: str, root: Path, **settings) -> None:
     assert "\n" not in str(raised.value) and str(raised.value).endswith(".")
 
 
-def test_unusable_folders_are_one_sentence(pictures, tmp_path):
+def test_unusable_folders_are_refused(pictures, tmp_path):
     root = pictures.as_folders(tmp_path / "data")
     refused(r"found no cifar10 data in .*train/<class>.*cifar-10-batches-py", tmp_path / "nowhere")
     refused("found no cifar10 data in .*: searched for .*<class>/", root / "test" / "ant")
@@ -399,7 +389,7 @@ def test_unusable_folders_are_one_sentence(pictures, tmp_path):
     refused("all training images are of one class, 'ant'", tmp_path / "alone", test_fraction=0.5, validation="none")
 
 
-def test_unusable_parquet_files_are_one_sentence(pictures, tmp_path):
+def test_unusable_parquet_files_are_refused(pictures, tmp_path):
     root = pictures.as_parquet(tmp_path / "data")
     train, test, table = root / "train.parquet", root / "test.parquet", pq.read_table(root / "train.parquet")
     for number, name, values, sentence in (

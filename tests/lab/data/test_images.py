@@ -1,4 +1,4 @@
-"""Crops, shifts and normalisation of images, against torchvision's and numpy's."""
+"""Crops, shifts and normalisation of images, compared with torchvision and numpy."""
 
 from typing import get_args
 
@@ -90,7 +90,7 @@ def test_fit_is_torchvisions_resize_and_centre_crop(height, width, interpolation
     assert np.array_equal(Fit(32, 36, interpolation)(picture), expected)
 
 
-def test_views_are_torchvisions_crops_and_follow_the_image_the_seed_and_the_epoch():
+def test_views_are_torchvisions_crops_by_image_seed_and_epoch():
     picture, crop = _picture(40, 50), RandomCrop((0.2, 0.5), interpolation="bicubic")
     before = torch.get_rng_state()
 

@@ -10,7 +10,7 @@ WORLDS = st.sampled_from([1, 2, 3, 4, 8])
 
 
 def _splitmix64(state: int):
-    """The published generator, one number at a time in Python's unbounded integers."""
+    """The published generator, with Python's integers."""
     word = (1 << 64) - 1
     while True:
         state = (state + 0x9E3779B97F4A7C15) & word
@@ -28,14 +28,14 @@ def test_draws_without_a_key_are_splitmix64_from_zero():
 
 
 @given(st.integers(-(2**70), 2**70), st.integers(0, 10**6), st.integers(1, 50))
-def test_a_draw_depends_on_key_and_index_alone(seed, start, count):
+def test_a_draw_depends_only_on_key_and_index(seed, start, count):
     together = draws(np.arange(start, start + count), seed, 3)
     alone = [draws(np.array([index]), seed, 3)[0] for index in range(start, start + count)]
     assert together.tolist() == alone
 
 
 @pytest.mark.parametrize("other", [(ORDER, 1, 1), (ORDER, 0, 2), (ORDER + 1, 0, 1), (ORDER, 1, 0)])
-def test_other_keys_give_unrelated_numbers(other):
+def test_other_keys_give_uncorrelated_numbers(other):
     n = 4096
     a, b = (draws(np.arange(n), *key).astype(float) for key in ((ORDER, 0, 1), other))
     # Correlations of n independent samples have standard deviation 1/sqrt(n).

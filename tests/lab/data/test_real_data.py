@@ -1,4 +1,4 @@
-"""Real data sets next to the checkout, opened as by a user."""
+"""Real data sets next to the checkout."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def test_cifar10_and_mnist_from_parquet(shared_data):
     assert (cifar10.num_train, cifar10.num_test) == (1000, 300)
     assert cifar10._images["train"].classes[:2] == ("airplane", "automobile")
     assert np.bincount(cifar10._images["train"].labels).tolist() == [100] * 10
-    # The data's README gives these for all 50,000 images.
+    # Values for all 50,000 images, from the data's README.
     np.testing.assert_allclose(cifar10.mean, [0.4913, 0.4821, 0.4465], atol=0.015)
     np.testing.assert_allclose(cifar10.std, [0.2452, 0.2428, 0.2606], atol=0.01)
     mnist = ImageData("mnist", str(shared_data / "mnist10k"), validation="split")

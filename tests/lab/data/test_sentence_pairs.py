@@ -1,4 +1,4 @@
-"""Find the two sides of a split by file names."""
+"""`text_files` finds the two sides of a split by name."""
 
 from pathlib import Path
 

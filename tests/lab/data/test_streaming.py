@@ -1,4 +1,4 @@
-"""Images of many sizes read on demand, in folders and Parquet shards, like ImageNet."""
+"""Images of many sizes, read on demand from folders and Parquet shards, like ImageNet."""
 
 import io
 import os
@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from growlab.base.errors import UserError
 from growlab.lab.data import ImageData, image_files
 from growlab.lab.data.loaders import DIED, StreamLoader
-from tests.lab.data.conftest import equal, train_batches
+from tests.lab.data.conftest import assert_equal_on_gpu, equal, train_batches
 
 OPTIONS = {
     "batch_size": 8,
@@ -33,7 +33,7 @@ MODES = ["RGB", "RGB", "L", "CMYK", "RGBA"]
 
 
 def _content(number: int) -> bytes:
-    """Return a JPEG or PNG with its own size and mode."""
+    """Return a JPEG or PNG whose size and mode depend on the number."""
     rng = np.random.default_rng(number)
     height, width = (int(side) for side in rng.integers(18, 60, 2))
     picture = PIL.Image.fromarray(rng.integers(0, 256, (height // 3, width // 3, 3), dtype=np.uint8))
@@ -61,7 +61,7 @@ def folders(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
-    """The same images in shards with small row groups, treated as too large for memory."""
+    """The same images in shards with small row groups, read from disk."""
     monkeypatch.setattr(image_files, "_IN_MEMORY_BYTES", 0)
     root = tmp_path / "shards" / "data"
     root.mkdir(parents=True)
@@ -146,7 +146,7 @@ def test_workers_ignore_every_signal_at_which_a_run_may_save(folders):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_abandoned_epoch_leaves_nothing_behind(folders, num_workers):
+def test_an_abandoned_epoch_does_not_affect_the_next(folders, num_workers):
     data = _open(folders, num_workers=num_workers)
     expected = train_batches(_open(folders), 1)
     abandoned = iter(data.train_dataloader())
@@ -166,7 +166,7 @@ def test_limits_and_validation_splits_of_shards(shards, folders):
     assert torch.equal(ours.probe_batch(6), theirs.probe_batch(6))
 
 
-def test_a_corrupt_image_that_a_worker_reads_is_named_in_one_sentence(folders):
+def test_a_damaged_image_read_by_a_worker_is_named(folders):
     (path,) = folders.rglob("*_0020.JPEG")
     path.write_bytes(path.read_bytes()[: len(CONTENTS["train"][20]) // 2])
     data = _open(folders, num_workers=1)
@@ -177,10 +177,10 @@ def test_a_corrupt_image_that_a_worker_reads_is_named_in_one_sentence(folders):
     data.teardown()
 
 
-def test_a_dead_worker_ends_the_run_with_torchs_words(folders, monkeypatch):
-    """Canary: `growlab.lab.training.run` recognises the error by its start."""
+def test_a_dead_worker_raises_torchs_error(folders, monkeypatch):
+    """`growlab.lab.training.run` recognises the error by the start of its message."""
     data = _open(folders, num_workers=1)
-    # torch's handler could raise anywhere in the tests; without it, the loader detects the death by polling.
+    # Without torch's signal handler, which could raise anywhere in the tests, the loader detects the death by polling.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     try:
@@ -200,7 +200,7 @@ def test_a_dead_worker_ends_the_run_with_torchs_words(folders, monkeypatch):
 
 
 def test_random_crops_of_images_in_memory(folders):
-    """Decoded sets can be cropped too, as the digits have no files."""
+    """The digits have no files to crop on reading."""
     data = ImageData("digits", batch_size=500, crop_scale=[0.3, 1.0], interpolation="bilinear")
     data.setup()
     plain = ImageData("digits", batch_size=500)
@@ -217,9 +217,5 @@ def test_on_a_gpu_pinned_batches_equal_those_on_the_cpu(folders):
     data = _open(folders, num_workers=2)
     train_batches(data, 1)
     data.teardown()
-    data.trainer.strategy.root_device = torch.device("cuda", 0)
-    for (x, y), (cpu_x, cpu_y) in zip(data.train_dataloader(), expected, strict=True):
-        assert x.is_cuda and y.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
-        torch.testing.assert_close(x.cpu(), cpu_x, rtol=0, atol=1e-6)
-        assert torch.equal(y.cpu(), cpu_y)
+    assert_equal_on_gpu(data, expected)
     data.teardown()

@@ -1,4 +1,4 @@
-"""Windows of a text: targets, resumption, ranks; characters."""
+"""Windows of a text as characters: targets, resuming, ranks."""
 
 import random
 from pathlib import Path
@@ -65,12 +65,12 @@ def test_a_resumed_loader_continues_and_ranks_share_a_batch(path: str, monkeypat
         text.train_dataloader()
 
 
-def test_the_language_reference_comes_with_python() -> None:
+def test_the_default_text_is_pythons_language_reference() -> None:
     text = data(None, limit_characters=5000)
     assert "assert" in text_of(text, text.probe_batch(100).flatten())
     assert text.network_arguments == {"vocabulary_size": len(text.vocabulary), "context": CONTEXT}
     assert torch.equal(text.probe_batch(3), data(None, limit_characters=5000).probe_batch(3))
-    # Growth is checked on a similar number of tokens for any context.
+    # Probe batches have a similar number of tokens for any context.
     assert [TextData(None, context=context).probe_size for context in (8, 128, 300)] == [64, 4, 2]
 
 
@@ -88,6 +88,6 @@ def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"test_fraction": 0.96}, "data.test_fraction=0.96 must be above 0"),
     ],
 )
-def test_settings_that_cannot_be_used(path: str, settings: dict, sentence: str) -> None:
+def test_invalid_settings_are_refused(path: str, settings: dict, sentence: str) -> None:
     with pytest.raises((UserError, ValueError), match=sentence):
         data(**{"path": path, **settings})

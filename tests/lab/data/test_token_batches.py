@@ -1,4 +1,4 @@
-"""Batches by a budget of tokens: whole, within the budget, the same on any number of ranks, resumable."""
+"""Batches by a budget of tokens: complete, within the budget, equal on any number of ranks, resumable."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_a_budget_of_sentences_counts_sentences():
 
 
 def side(lengths: list[int], seed: int) -> Side:
-    """Sentences of token ids from 4 on that end with 2."""
+    """Sentences of token ids from 4, with 2 as the last."""
     starts = np.concatenate([[0], np.cumsum(lengths)])
     tokens = np.random.default_rng(seed).integers(4, 50, starts[-1]).astype(np.int32)
     tokens[starts[1:] - 1] = 2

@@ -1,10 +1,8 @@
-"""Text files as tokens: splits, packed windows, bits per byte, resumption, and ranks."""
+"""Text files as tokens: splits, packed windows, bits per byte, and caches."""
 
-import errno
 import gzip
 import json
 import math
-import os
 import random
 import sys
 import threading
@@ -36,7 +34,7 @@ def document(number: int, words: int = 60) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """40 documents of different kinds, below each other."""
+    """40 documents with different suffixes in subfolders."""
     root = tmp_path / "texts"
     for number in range(40):
         place = root / f"part{number % 3}"
@@ -88,7 +86,7 @@ def test_each_document_is_in_one_part_and_decodes_exactly(folder: Path) -> None:
     assert sorted(text_of(other, "test")) != sorted(found["test"])
 
 
-def test_every_token_of_the_test_is_predicted_once_and_bits_are_over_its_bytes(folder: Path) -> None:
+def test_each_test_token_is_predicted_once_and_bits_are_per_byte(folder: Path) -> None:
     """Compared with the loss of each token and the length of the text, computed directly."""
     made = data(folder, eval_batch_size=3)
     objective, torch_seed = SubwordPrediction(), torch.Generator().manual_seed(0)
@@ -109,13 +107,13 @@ def test_every_token_of_the_test_is_predicted_once_and_bits_are_over_its_bytes(f
     assert metrics["bits_per_byte"] == pytest.approx(per_token, rel=1e-5)
 
 
-def test_the_tokenizer_is_of_the_training_part_alone(folder: Path) -> None:
+def test_the_tokenizer_is_trained_on_the_training_part_only(folder: Path) -> None:
     made = data(folder)
     held_out = text_of(made, "test") + text_of(made, "val")
     assert made.vocabulary_size == VOCABULARY
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix in (".md", ".txt") and path.read_text() in held_out:
-            # Other words of equal length, so that the same documents are held out.
+            # The length stays, so that the same documents are held out.
             path.write_text("".join(sorted(path.read_text())))
     other = data(folder)
     assert made.store.folder != other.store.folder
@@ -149,7 +147,7 @@ def test_windows_are_packed_and_each_is_in_an_epoch_once(folder: Path) -> None:
 def test_a_checkpoint_of_another_text_is_refused(folder: Path) -> None:
     saved = data(folder).state_dict()
     data(folder).load_state_dict(saved)
-    # Order and windows are not part of the text.
+    # The same text with another order and windows.
     data(folder, seed=5, context=CONTEXT + 1, batch_size=3).load_state_dict(saved)
     with pytest.raises(UserError, match="the text is not the one that the checkpoint was trained on"):
         data(folder, vocab_size=VOCABULARY - 1).load_state_dict(saved)
@@ -213,7 +211,7 @@ def test_duplicates_of_held_out_documents_are_not_trained_on(tmp_path: Path) -> 
 def test_concurrent_processes_prepare_the_text_once(
     folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both ask before either has finished; the file lock also makes ranks wait for each other."""
+    """A file lock makes one wait for the other, as ranks do."""
     both, made = threading.Barrier(2), []
     ask, make = TokenData._sources, TokenData._prepare
 
@@ -268,7 +266,7 @@ def test_a_given_tokenizer_is_used(folder: Path, tmp_path: Path) -> None:
     assert made.store.byte_level
 
 
-def test_a_text_that_quotes_the_end_of_text_is_not_cut(tmp_path: Path) -> None:
+def test_the_end_of_text_inside_a_text_does_not_cut_it(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text := "a <|endoftext|> in the middle\n" + document(1, 400))
     made = data(tmp_path / "a.txt")
     assert "".join(text_of(made, "train")) == text[: len(text_of(made, "train")[0])]
@@ -280,7 +278,7 @@ def refused(sentence: str, path: Path | str | None, **settings) -> None:
         data(path, **settings)
 
 
-def test_settings_and_files_that_cannot_be_used(tmp_path: Path, folder: Path, monkeypatch) -> None:
+def test_invalid_settings_and_files_are_refused(tmp_path: Path, folder: Path, monkeypatch, make_unreadable) -> None:
     refused("data.path=/nowhere does not exist", "/nowhere")
     refused("has no matching file", "/nowhere/*.txt")
     refused("has no file with the suffix .doc or .parquet; set data.suffixes", folder, suffixes=[".doc"])
@@ -301,15 +299,7 @@ def test_settings_and_files_that_cannot_be_used(tmp_path: Path, folder: Path, mo
     core.save(str(tmp_path / "tokenizer.json"))
     refused(r"none of the usual names.* is not among its 1 tokens", folder, tokenizer=str(tmp_path))
     refused(r"end of a text \(b\) is not among", folder, tokenizer=str(tmp_path), end_of_text="b")
-    # Unreadable subfolders are not skipped; simulated, because root may read everything.
-    closed, listed = folder / "part1", os.scandir
-
-    def scandir(path):
-        if Path(path) == closed:
-            raise PermissionError(errno.EACCES, "Permission denied", str(closed))
-        return listed(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    make_unreadable(folder / "part1")
     with pytest.raises(PermissionError):
         data(folder)
     (tmp_path / "saved").mkdir()

@@ -1,4 +1,4 @@
-"""Networks of other libraries and their weights: from a file, from a library's cache, and without a network."""
+"""Networks of other libraries, with weights from a file or from the library's cache, without internet access."""
 
 import logging
 import urllib.error
@@ -15,7 +15,7 @@ from growlab.inspect.hub import timm_network, torchvision_network
 from tests.command_line import CommandLine
 
 IMAGE = (3, 64, 64)
-# Small ones: 1.2 and 0.5 M parameters.
+# Networks with 1.2 and 0.5 million parameters.
 MAKERS = {
     "torchvision": lambda num_classes=10, **kw: torchvision_network(IMAGE, num_classes, "squeezenet1_1", **kw),
     "timm": lambda num_classes=10, **kw: timm_network(IMAGE, num_classes, "mobilenetv3_small_050", **kw),
@@ -29,7 +29,7 @@ def make(request):
 
 @pytest.fixture(autouse=True)
 def no_network(tmp_path, monkeypatch):
-    """Caches of its own, and nothing to download from."""
+    """Use empty caches, and let downloads fail."""
 
     def refuse(*args, **kwargs):
         raise urllib.error.URLError("Name or service not known")
@@ -41,7 +41,7 @@ def no_network(tmp_path, monkeypatch):
 
 
 def _same(network: nn.Module, state: dict) -> set[str]:
-    """The tensors that are equal."""
+    """Names of equal tensors."""
     return {name for name, tensor in network.state_dict().items() if torch.equal(tensor, state[name])}
 
 
@@ -70,7 +70,7 @@ def test_weights_from_a_file(library, tmp_path, form):
     assert _same(make(weights=str(file)), state) == set(state)
 
 
-def test_a_classifier_for_other_classes_starts_anew(make, tmp_path, caplog):
+def test_a_classifier_for_other_classes_is_initialised(make, tmp_path, caplog):
     state = make(20).state_dict()
     torch.save(state, tmp_path / "weights.pt")
     with caplog.at_level(logging.INFO, "growlab.inspect.hub"):
@@ -82,7 +82,7 @@ def test_a_classifier_for_other_classes_starts_anew(make, tmp_path, caplog):
     assert all(torch.equal(tensor, state[name]) for name, tensor in kept.items())
 
 
-def test_weights_that_cannot_be_used(make, tmp_path):
+def test_invalid_weights_are_refused(make, tmp_path):
     file = tmp_path / "weights.pt"
     assert "No such file" in _error(make, weights=str(file))
     file.write_bytes(b"torn")
@@ -109,12 +109,12 @@ def test_torchvisions_weights_come_from_its_cache(tmp_path):
         assert _same(MAKERS["torchvision"](1000, pretrained=name), state) == set(state)
     network = MAKERS["torchvision"](10, pretrained=True)
     assert network.classifier[1].out_channels == 10
-    anew = {"classifier.1.weight", "classifier.1.bias"}
-    assert all(torch.equal(network.state_dict()[name], state[name]) for name in set(state) - anew)
+    classifier = {"classifier.1.weight", "classifier.1.bias"}
+    assert all(torch.equal(network.state_dict()[name], state[name]) for name in set(state) - classifier)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_without_a_network_the_download_fails_in_one_sentence(make):
+def test_a_failed_download_is_one_line(make):
     message = _error(make, pretrained=True)
     assert "could not download pretrained weights of" in message and "model.weights=FILE" in message
 
@@ -130,14 +130,14 @@ def test_unknown_names():
         torchvision_network((1, 8, 8), 10, "squeezenet1_1")
 
 
-def test_settings_of_timms_own_reach_the_network() -> None:
+def test_settings_are_passed_to_timm() -> None:
     settings = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 1, "num_heads": 2}
     network = timm_network((1, 8, 8), 10, "vit_tiny_patch16_224", **settings)
     assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10) and network.embed_dim == 32
 
 
-def test_a_run_goes_on_from_weights_at_full_width_alone(cli: CommandLine, tmp_path: Path) -> None:
-    """The seed of a growing run would be drawn anew, so the weights are refused there."""
+def test_a_run_starts_from_weights_only_at_full_width(cli: CommandLine, tmp_path: Path) -> None:
+    """A growing run would reinitialise its network, so it refuses weights."""
     state = timm_network((1, 8, 8), 10, "resnet10t").state_dict()
     torch.save(state, tmp_path / "weights.pt")
     command = ("model=timm", "model.name=resnet10t", "model.weights=weights.pt", "data.limit_train=64")

@@ -1,4 +1,4 @@
-"""The plain networks: sizes from the papers, shapes, initialisation, bad arguments."""
+"""Sizes of the networks as in the papers, shapes, initialisation, invalid arguments."""
 
 from math import sqrt
 
@@ -13,7 +13,7 @@ def num_params(network) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-def test_resnet20_is_he_et_als():
+def test_resnet20_is_that_of_he_et_al():
     """0.27 M parameters, 20 layers (He et al. 2016, Table 6)."""
     network = resnet20((3, 32, 32), 10)
     convolutions = [m for m in network.modules() if isinstance(m, torch.nn.Conv2d)]
@@ -47,7 +47,7 @@ def test_convnet4_and_mlp8_have_the_papers_sizes():
     assert num_params(network) == 784 * 500 + 4 * 500 * 500 + 500 * 10 + 5 * 500 + 10
 
 
-def test_allconv_is_springenberg_et_als():
+def test_allconv_is_that_of_springenberg_et_al():
     """All-CNN-C: 1.37 M parameters; 8x8 positions after two strides, 6x6 after the unpadded convolution."""
     network = allconv((3, 32, 32), 10)
     weights = 9 * (3 * 96 + 2 * 96 * 96 + 96 * 192 + 3 * 192 * 192) + 192 * 192 + 192 * 10
@@ -56,7 +56,7 @@ def test_allconv_is_springenberg_et_als():
     assert network(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
-def test_hidden_weights_are_drawn_for_their_activation():
+def test_initial_weights_have_the_gain_of_their_activation():
     torch.manual_seed(0)
     for network, weight, gain in (
         (MLP(300, [400], 5), "hidden.0.weight", 2),
@@ -69,7 +69,7 @@ def test_hidden_weights_are_drawn_for_their_activation():
         assert float(tensor.std()) == pytest.approx(sqrt(gain / fan_in), rel=0.02)
 
 
-def test_bad_arguments_are_named():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="shortcut must be A or B"):
         CifarResNet(1, 2, shortcut="C")
     with pytest.raises(ValueError, match="shorter"):
@@ -78,8 +78,8 @@ def test_bad_arguments_are_named():
         convnet4((3, 8, 8), 2)
 
 
-def test_without_batch_norm_a_wide_resnet_keeps_its_scale_whatever_is_drawn() -> None:
-    """Growth draws weights of variance 2 / fan_in, which twelve blocks that add up would blow up 64-fold."""
+def test_a_wide_resnet_without_batch_norm_keeps_its_scale_after_growth() -> None:
+    """Growth draws weights of variance 2 / fan_in, with which the sum over twelve blocks could grow 64-fold."""
     torch.manual_seed(0)
     network = wrn28_1((3, 32, 32), 10, batch_norm=False)
     x = torch.randn(8, 3, 32, 32)

@@ -1,4 +1,4 @@
-"""Transformers: what they may see, what of them grows, and that it grows exactly."""
+"""Transformers: causality, padding, width groups, and exact growth."""
 
 import copy
 
@@ -35,7 +35,7 @@ LAYERS = {"attention.query": 8, "mlp.0": 20}
 GROUPS = {
     "decoder": {
         "project_in": 16,
-        # Two of a head's channels turn with the position.
+        # Two of a head's channels have rotary embeddings.
         **{f"blocks.{i}.{name}": width for i in (0, 1) for name, width in (("attention.query", 6), ("mlp.gate", 20))},
     },
     "encoder-decoder": {
@@ -73,7 +73,7 @@ def outputs(network: nn.Module, inputs: tuple[Tensor, ...], training: bool = Fal
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "decoder")) for n in NETWORKS])
-def test_all_of_a_transformer_grows_exactly(name: str) -> None:
+def test_all_widths_grow_exactly(name: str) -> None:
     network = made(name)
     graph = trace(network, inputs(name))
     assert graph.full_widths == GROUPS[name]
@@ -84,7 +84,7 @@ def test_all_of_a_transformer_grows_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_positions_see_what_stands_before_them_alone(name: str) -> None:
+def test_outputs_do_not_depend_on_later_positions(name: str) -> None:
     network, given = made(name), inputs(name)
     changed = (*given[:-1], given[-1].clone())
     changed[-1][:, 4] = (changed[-1][:, 4] - 1) % (VOCABULARY - 2) + 2
@@ -93,27 +93,27 @@ def test_positions_see_what_stands_before_them_alone(name: str) -> None:
     assert (after[:, 4:] != before[:, 4:]).any()
 
 
-def test_what_fills_up_a_source_is_not_seen() -> None:
+def test_outputs_do_not_depend_on_padding() -> None:
     network, (source, previous) = made("encoder-decoder"), inputs("encoder-decoder")
     shorter = outputs(network, (source[:1, :-3], previous[:1]))
     torch.testing.assert_close(outputs(network, (source[:1], previous[:1])), shorter)
 
 
-def test_a_decoder_depends_on_how_far_apart_tokens_are_not_on_where() -> None:
+def test_rotary_embeddings_depend_on_relative_positions_only() -> None:
     network = made("decoder")
     rotary = network.blocks[0].attention.rotary
     heads = torch.randn(1, 1, 2, 8, dtype=torch.float64)
-    # The same two vectors at all positions: products depend on the distance alone.
+    # The same two vectors at all positions: products depend on the distance only.
     query, key = (rotary(heads[:, :, i : i + 1].expand(-1, -1, POSITIONS, -1)) for i in (0, 1))
     products = (query @ key.transpose(2, 3))[0, 0]
-    # Its table of angles is made in float32.
+    # The table of angles is computed in float32.
     torch.testing.assert_close(products[1:, 1:], products[:-1, :-1], rtol=0, atol=1e-5)
     assert products[0, 0] != products[0, 1]
     with pytest.raises(ValueError, match="rotary_dim=3"):
         CausalTransformer(5, 4, rotary_dim=3)
 
 
-def test_dropout_is_left_out_of_parity() -> None:
+def test_without_side_effects_disables_dropout() -> None:
     network = encoder_decoder(dropout=0.5).double()
     source, previous = inputs("encoder-decoder")
     with without_side_effects(network):

@@ -1,4 +1,4 @@
-"""Cases from finished runs, and the table of the package."""
+"""Cases from finished runs, and the package's table of cases."""
 
 import csv
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ FOLDERS = ("testbed_cifar10", "testbed_cifar10_plain", "resnet20_cifar10_10_epoc
 
 
 def _pairs(folder: Path) -> Iterator[Case]:
-    """Return the cases of the pairs, which are stored as two tables."""
+    """Yield the cases of pairs, which are stored in two tables."""
     with (folder / "pairs.csv").open(encoding="utf-8") as pairs, (folder / "arms.csv").open() as file:
         rows = list(csv.DictReader(file))
         for pair in csv.DictReader(pairs):
@@ -45,7 +45,7 @@ def _value(row: Mapping[str, str], text: bool) -> float:
     return float(row["test_loss"]) if text else 1 - float(row["test_accuracy"])
 
 
-def test_the_packages_cases_are_those_of_the_kept_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_packages_cases_are_those_of_the_stored_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", *(str(RESULTS / folder) for folder in FOLDERS)]) == 0
     head, *of_runs = capsys.readouterr().out.splitlines()
     pairs = [
@@ -59,16 +59,16 @@ def test_the_packages_cases_are_those_of_the_kept_runs(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == written(read_cases())
 
 
-def test_a_case_averages_seeds_and_takes_the_best_network_of_each_kind() -> None:
+def test_a_case_averages_seeds_and_uses_the_best_network_of_each_kind() -> None:
     (case,) = (one for one in read_cases() if one.case == "testbed_cifar10, 3.6 epochs")
-    # Three seeds each; of growth in depth, in width and in both, depth was best.
+    # Three seeds each; growth in depth is better than in width or in both.
     assert case.full == pytest.approx(1 - (0.6515 + 0.6505 + 0.6497) / 3, abs=1e-5)
     assert case.smaller == pytest.approx(1 - (0.7147 + 0.7187 + 0.7240) / 3, abs=1e-5)
     assert (case.params, case.smaller_params, case.samples) == (172_506, 75_290, 179_952)
     assert case.ratio == pytest.approx(1.043, abs=1e-3)
 
 
-def test_folders_are_read_as_files_are_and_one_without_a_case_is_refused(tmp_path) -> None:
+def test_folders_are_read_and_one_without_a_case_is_refused(tmp_path) -> None:
     folder = RESULTS / "testbed_cifar10"
     assert read([str(folder)]) == [*read_cases(), *cases_of(folder)] and len(cases_of(folder)) == 4
     with pytest.raises(UserError, match="digits_schedules has no case: that takes finished runs"):

@@ -1,25 +1,24 @@
-"""`python -m growlab plan`: its output and files, the runs of its experiments, and refusals."""
+"""`growlab plan`: output, files, runs of its experiments, and errors."""
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from growlab.base.errors import UserError
 from growlab.lab.planner.cases import written
 from growlab.lab.planner.run import check, settings_of
-from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
+from growlab.lab.training.configuration import PRIMARY
 from growlab.lab.training.processes import lock_folder
 from growlab.plan import advise, read_cases
 from tests.command_line import PLAN, CommandLine, Outcome
 
-# A multi-layer perceptron on digits, in some hundred steps.
+# A multi-layer perceptron on digits, some hundred steps.
 TINY = (
     *("model=mlp5", "model.width=16", "data.batch_size=16", "data.limit_train=400", "data.limit_test=60"),
     *("schedule.budget=16", "optimizer.lr=0.05", "trainer=cpu", "lr_adapt=none"),
@@ -40,7 +39,7 @@ def asked(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, ask(cli, folder, *TINY, "plan.probe=0.03")
 
 
-def test_it_says_the_odds_what_being_wrong_costs_and_the_command(asked: tuple[Path, Outcome]) -> None:
+def test_the_advice_is_printed_and_written_with_experiments(asked: tuple[Path, Outcome]) -> None:
     folder, outcome = asked
     assert outcome.code == 0, outcome.err
     lines, found = outcome.out.splitlines(), found_in(folder)
@@ -57,7 +56,7 @@ def test_it_says_the_odds_what_being_wrong_costs_and_the_command(asked: tuple[Pa
     assert texts["planned"] == texts["smaller"].replace("experiment=smaller", "experiment=planned")
 
 
-def test_rates_are_tried_with_three_percent_at_most_and_the_best_is_continued(asked: tuple[Path, Outcome]) -> None:
+def test_rates_are_tried_within_three_percent_of_the_budget(asked: tuple[Path, Outcome]) -> None:
     folder, outcome = asked
     assert len(re.findall(r"x optimizer.lr: training loss", outcome.err)) == 3
     assert re.search(r"Best at [\d.]+ x optimizer.lr: (2\.\d|3\.0) % spent, kept; \d+ s to go", outcome.err)
@@ -73,7 +72,7 @@ def test_rates_are_tried_with_three_percent_at_most_and_the_best_is_continued(as
 
 
 @pytest.mark.parametrize("arm", ["grown", *(pytest.param(arm, marks=pytest.mark.slow) for arm in ("full", "planned"))])
-def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
+def test_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
     folder, _ = asked
     options = ("--config-dir", str(folder / "run"), f"experiment={arm}", f"hydra.run.dir={arm}")
     cli.done(*options, cwd=folder)
@@ -86,11 +85,11 @@ def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: Com
         first, second = (stage["epochs"] for stage in found["stages"])
         relative = planned["arms"]["grown"]["flops"] / planned["arms"]["full"]["flops"]
         share = first * relative / (first * relative + second)
-        # To an epoch at the full width.
+        # Rounded to an epoch at the full width.
         assert share == pytest.approx(planned["settings"]["switch"], abs=0.07)
 
 
-def test_the_full_network_may_be_wanted_and_the_budget_is_the_runs_own_length(cli: CommandLine, tmp_path: Path) -> None:
+def test_plans_for_the_full_network_and_without_a_budget(cli: CommandLine, tmp_path: Path) -> None:
     own = [argument for argument in TINY if not argument.startswith("schedule.budget")]
     outcome = ask(cli, tmp_path, *own, "schedule.total_epochs=200", "plan.size=full", "method=net2net")
     assert outcome.code == 0, outcome.err
@@ -110,7 +109,7 @@ def test_a_users_own_cases_are_used(cli: CommandLine, tmp_path: Path) -> None:
     assert outcome.code == 2 and "cannot read the cases of none.csv" in outcome.err
 
 
-def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Path) -> None:
+def test_start_from_refuses_weights_of_another_network(cli: CommandLine, tmp_path: Path) -> None:
     torch.save({"out.weight": torch.zeros(10, 3)}, tmp_path / "other.pt")
     outcome = cli(*TINY, "start_from=other.pt", "hydra.run.dir=run", cwd=tmp_path)
     sentence = "start_from=other.pt is of another network than the first stage's: the shape of classifier.bias=null"
@@ -120,13 +119,6 @@ def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Pat
 def test_too_few_steps_to_try_rates_are_refused(cli: CommandLine, tmp_path: Path) -> None:
     outcome = ask(cli, tmp_path, *TINY, "plan.probe=0.01")
     assert outcome.code == 2 and "steps at each of 3 rates, and 8 are needed" in outcome.err, outcome.err
-
-
-@pytest.fixture(scope="module")
-def hydra_started() -> Iterator[None]:
-    set_plugin_defaults()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        yield
 
 
 @pytest.mark.parametrize(
@@ -144,9 +136,7 @@ def hydra_started() -> Iterator[None]:
         ("trainer.limit_train_batches=2", "trainer.limit_train_batches changes what an epoch costs"),
     ],
 )
-def test_a_configuration_that_cannot_be_planned_for_is_refused(
-    hydra_started: None, argument: str, sentence: str
-) -> None:
+def test_configurations_without_a_plan_are_refused(hydra_started: None, argument: str, sentence: str) -> None:
     chosen = {
         one.split("=")[0]: one
         for one in (*TINY, "name=tiny", "plan=default", "plan.probe=0.03", "growth=pairs", argument)
@@ -158,7 +148,7 @@ def test_a_configuration_that_cannot_be_planned_for_is_refused(
     assert sentence in str(refused.value)
 
 
-def test_a_folder_of_a_run_or_of_another_process_is_left_alone(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_folder_of_a_run_or_of_another_process_is_refused(cli: CommandLine, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     with lock_folder(folder):

@@ -1,4 +1,4 @@
-"""`growlab.plan.advise`: odds, what being wrong costs, cases of one's own, and refusals."""
+"""`growlab.plan.advise`: odds, expected costs, additional cases, and errors."""
 
 from dataclasses import asdict, replace
 from math import isclose, log
@@ -13,7 +13,7 @@ from growlab.plan import Case, advise, check, read_cases
 
 
 def made(number: int = 60, seed: int = 0, slope: float = 2.0) -> list[Case]:
-    """Cases whose gains are drawn as the odds have it: even odds at one sample a parameter."""
+    """Draw cases from the model of the odds, with even odds at one sample per parameter."""
     rng, found = np.random.default_rng(seed), []
     for index in range(number):
         ratio = float(np.exp(rng.uniform(-3, 3)))
@@ -37,12 +37,12 @@ def test_the_packages_cases_favour_small_networks_for_few_samples_and_full_ones_
     assert (families.cases, families.right, round(families.brier, 4)) == (97, 83, 0.1056)
 
 
-def test_networks_on_text_are_full_at_more_tokens_than_images_are() -> None:
+def test_on_text_the_odds_are_even_at_more_samples_than_on_images() -> None:
     text, images = (advise(10**6, 10**6, kind=kind) for kind in ("language", "classes"))
     assert text.even is not None and images.even is not None and text.even > 2 * images.even
 
 
-def test_odds_and_costs_are_those_that_made_the_cases() -> None:
+def test_odds_and_costs_are_those_of_the_model_that_drew_the_cases() -> None:
     cases, fresh = made(), made(2000, seed=1)
     for ratio in (0.2, 0.7, 2.0):
         advice = advise(10**6, ratio * 10**6, cases=cases)
@@ -65,7 +65,7 @@ def test_a_family_is_judged_without_its_own_cases() -> None:
 
 @pytest.mark.parametrize("size", ["any", "full"])
 @pytest.mark.parametrize("ratio", [1e-3, 0.5, 3, 1e3])
-def test_advice_is_eight_lines_of_eighty_columns_with_odds_and_costs(size: str, ratio: float) -> None:
+def test_advice_is_at_most_eight_lines_of_eighty_columns(size: str, ratio: float) -> None:
     advice = advise(123_456_789_012, samples=ratio * 123_456_789_012, size=size)
     lines = str(advice).splitlines()
     assert len(lines) <= 8 and max(map(len, lines)) <= 80 and len(advice.line) <= 110
@@ -75,19 +75,19 @@ def test_advice_is_eight_lines_of_eighty_columns_with_odds_and_costs(size: str, 
 
 
 @pytest.mark.parametrize("size", ["any", "full"])
-def test_odds_turn_at_the_budget_that_the_advice_names(size: str) -> None:
+def test_the_choice_changes_at_the_stated_budget(size: str) -> None:
     short = advise(10_000, samples=10, size=size)
     assert short.even is not None and f"{short.even / short.ratio:,.0f} times this budget" in str(short)
     for factor, choice in ((0.98, short.choice), (1.02, "full")):
         assert advise(10_000, samples=factor * short.even * 10_000, size=size).choice == choice
-    # Budgets at which the odds are as sure as the cases allow still read differently.
+    # The advice depends on the budget, also where the odds are capped.
     longer = advise(10_000, samples=30, size=size)
     assert str(longer) != str(short) and longer.line != short.line
     always = [replace(one, smaller=one.full / 2, grown=one.full / 2) for one in made()]
     assert advise(10_000, samples=10, size=size, cases=always).even is None
 
 
-def test_networks_are_counted_and_embeddings_mean_text() -> None:
+def test_parameters_are_counted_and_embeddings_mean_text() -> None:
     dense = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10))
     advice = growlab.plan.advise(dense, 1000, smaller=nn.Linear(10, 10))
     assert (advice.params, advice.smaller_params) == (11_110, 110) and advice.points is not None
@@ -100,7 +100,7 @@ def test_a_users_cases_are_used(tmp_path) -> None:
     lines = [",".join(asdict(more[0]))]
     lines += [",".join("" if value is None else str(value) for value in asdict(one).values()) for one in more]
     file = tmp_path / "mine.csv"
-    # As spreadsheets save "CSV UTF-8".
+    # With a byte order mark, as spreadsheets save "CSV UTF-8".
     file.write_text("\n".join(lines), encoding="utf-8-sig")
     cases = read_cases(file)
     assert cases[len(read_cases()) :] == more
@@ -133,6 +133,6 @@ def test_a_users_cases_are_used(tmp_path) -> None:
         ({"cases": []}, "at least two cases"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: dict, message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         advise(**{"network": 10**6, "samples": 10**6, **arguments})

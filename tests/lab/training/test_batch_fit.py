@@ -1,4 +1,4 @@
-"""Batch sizes that fit: the search, trial steps and the count of memory."""
+"""Batch sizes that fit into memory: search, trial steps, and the count of live tensors."""
 
 import contextlib
 import weakref
@@ -29,7 +29,7 @@ EQ8 = {
 
 
 def fitted(limits: list[int], num_train: int = 10_000, processes: int = 1, agree=int, **changes) -> list[int]:
-    """Batch sizes if a device has room for `limits` images in each stage."""
+    """Return the batch sizes if `limits` images fit on a device in each stage."""
     stages = fit_batch_sizes(
         len(limits), EQ8 | changes, num_train, processes, lambda stage, size: size <= limits[stage], agree
     )
@@ -39,7 +39,7 @@ def fitted(limits: list[int], num_train: int = 10_000, processes: int = 1, agree
 # The search -------------------------------------------------------------------------------------------------
 
 
-def test_sizes_follow_equation_8_where_they_fit_and_memory_where_not() -> None:
+def test_sizes_are_by_equation_8_if_they_fit_and_else_by_memory() -> None:
     assert fitted([1000, 1000, 128]) == [185, 154, 128] == stage_batch_sizes(3, 128, 0.2)
     assert fitted([170, 1000, 128]) == [160, 154, 128]
     assert fitted([1000, 1000, 1000], batch_size_stage="first") == [960, 800, 667]
@@ -55,11 +55,11 @@ def test_sizes_follow_equation_8_where_they_fit_and_memory_where_not() -> None:
         ({"processes": 4}, [736, 616, 512]),
         ({"processes": 4, "max_batch_size_per_device": 140}, [560, 560, 512]),
         ({"processes": 4, "max_batch_size_per_device": 100}, [400, 400, 400]),
-        # The process with the least room decides.
+        # The process with the least memory decides.
         ({"processes": 2, "agree": lambda size: min(size, 60)}, [120, 120, 120]),
     ],
 )
-def test_limits_hold_and_processes_share_a_batch(changes: dict, sizes: list[int]) -> None:
+def test_sizes_respect_limits_and_divide_among_processes(changes: dict, sizes: list[int]) -> None:
     assert fitted([1000, 1000, 128], **changes) == sizes
 
 
@@ -80,7 +80,7 @@ def test_the_largest_size_is_found_to_an_eighth_of_an_octave(limit: int, at_most
         ([9, 9], {"batch_sizes": [4, 2]}, "leave schedule.batch_sizes out"),
     ],
 )
-def test_sizes_that_cannot_be_found_are_refused(limits: list[int], changes: dict, sentence: str) -> None:
+def test_without_a_size_that_fits_there_is_an_error(limits: list[int], changes: dict, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         fitted(limits, **changes)
 
@@ -89,7 +89,7 @@ def test_sizes_that_cannot_be_found_are_refused(limits: list[int], changes: dict
 
 
 class Network(nn.Sequential):
-    """A convolution of `width` channels that may run out of a fake device's memory."""
+    """Convolutional network that runs out of memory above `most` images times channels."""
 
     seen: ClassVar[list[tuple[int, int]]] = []
 
@@ -134,14 +134,14 @@ def test_the_last_steps_parameters_are_freed_at_the_end() -> None:
         assert steps.fits(0, 2)
         assert all(ref() is not None for ref in parameter_refs)
     assert parameter_refs and all(ref() is None for ref in parameter_refs)
-    assert isinstance(steps, TrialSteps)
+    del steps  # still alive here
 
 
 def stages(run: TrialRun, *widths: int) -> list[dict[str, int]]:
     return [dict.fromkeys(run.graph.full_widths, width) for width in widths]
 
 
-def test_a_device_that_runs_out_of_memory_is_caught_at_every_width_and_nothing_else_is_touched() -> None:
+def test_trials_catch_out_of_memory_errors_and_have_no_side_effects() -> None:
     run = trial(Network(8, most=400))
     before = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
     torch.manual_seed(0)
@@ -156,14 +156,14 @@ def test_a_device_that_runs_out_of_memory_is_caught_at_every_width_and_nothing_e
     assert {channels for _, channels in run.network.seen} == {4, 8}
 
 
-def test_other_errors_are_not_taken_for_memory() -> None:
+def test_other_errors_are_raised() -> None:
     run = trial(Network(4))
     run.network[6].register_forward_pre_hook(lambda layer, inputs: inputs[0].view(-1, 3, 4))
     with TrialSteps(run, stages(run, 4)) as steps, pytest.raises(RuntimeError, match="invalid for input"):
         steps.fits(0, 4)
 
 
-def test_on_a_cpu_tensors_are_counted_and_no_step_beyond_the_limit_is_tried() -> None:
+def test_on_a_cpu_no_step_beyond_the_limit_is_tried() -> None:
     network = Network(8, most=10**9)
     run = trial(network, gib=8 / 1024)
     with TrialSteps(run, stages(run, 8)) as steps:
@@ -172,14 +172,14 @@ def test_on_a_cpu_tensors_are_counted_and_no_step_beyond_the_limit_is_tried() ->
         tried = max(images for images, _ in network.seen)
         assert tried <= size, "a step that would not fit was not tried"
         assert not steps.fits(0, 2 * size)
-        # Four float tensors [B, 8, 8, 8] (convolution, normalisation, ReLU, dropout) and a mask, at the least.
+        # At least four float tensors [B, 8, 8, 8] (convolution, normalisation, ReLU, dropout) and a mask.
         assert size < 8 * 2**20 / (4 * 4 * 512) < 2 * size
     with TrialSteps(trial(network, gib=8 / 1024, held_bytes=4 * 2**20), stages(run, 8)) as steps:
         (other,) = (stage["batch_size"] for stage in fit_batch_sizes(1, EQ8, 10**6, 1, steps.fits, int))
         assert other == pytest.approx(size / 2, rel=0.15), "the data take half of the memory"
 
 
-def test_a_narrower_network_takes_more_images() -> None:
+def test_a_narrower_network_fits_more_images() -> None:
     run = trial(Network(8), gib=4 / 1024, num_copies=1)
     with TrialSteps(run, stages(run, 4, 8)) as steps:
         sizes = fit_batch_sizes(2, EQ8 | {"batch_growth_rate": 5.0}, 10**6, 1, steps.fits, int)
@@ -195,7 +195,7 @@ def test_a_limit_is_required_on_a_cpu() -> None:
 # The count --------------------------------------------------------------------------------------------------
 
 
-def test_live_tensors_are_counted_until_they_are_freed() -> None:
+def test_tensors_are_counted_until_they_are_freed() -> None:
     weight = torch.zeros(100, 100, requires_grad=True)
     live = LiveTensors([weight, weight.view(-1)])
     assert live.bytes == 40_000
@@ -214,14 +214,14 @@ def test_live_tensors_are_counted_until_they_are_freed() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpus_memory_is_limited_filled_and_given_back() -> None:
+def test_trials_on_a_gpu_respect_the_limit_and_free_its_memory() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     device = torch.device("cuda", 0)
     run = trial(Network(64), gib=0.5)
     run = TrialRun(**(vars(run) | {"device": device}))
     fraction = torch.cuda.get_per_process_memory_fraction(device)
-    # cuBLAS keeps a workspace for each thread that has called it.
+    # cuBLAS keeps a workspace for each thread.
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -229,7 +229,7 @@ def test_a_gpus_memory_is_limited_filled_and_given_back() -> None:
         sizes = fit_batch_sizes(2, EQ8 | {"batch_growth_rate": 5.0}, 10**6, 1, steps.fits, int)
         assert torch.cuda.max_memory_allocated(device) <= 2**29
     narrow, wide = (one["batch_size"] for one in sizes)
-    # Four float tensors [B, 64, 8, 8] at the least.
+    # At least four float tensors [B, 64, 8, 8].
     assert 100 < wide < 2**29 / (4 * 4 * 64 * 64) and 1.5 * wide < narrow < 2.5 * wide
     assert torch.cuda.get_per_process_memory_fraction(device) == fraction
     torch._C._cuda_clearCublasWorkspaces()

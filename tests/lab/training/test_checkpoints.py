@@ -12,7 +12,7 @@ from growlab.lab.training.checkpoints import AtomicCheckpointIO, last_checkpoint
 
 
 class Failing:
-    """A file that fails after a number of bytes."""
+    """File that raises after a number of bytes."""
 
     def __init__(self, file: Any, most: int, error: BaseException) -> None:
         self._file, self._left, self._error = file, most, error
@@ -27,10 +27,10 @@ class Failing:
         return getattr(self._file, name)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(
+def test_a_failed_save_keeps_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch's writer turns the file's own error into a RuntimeError about positions, and Ctrl-C too."""
+    """torch's writer replaces the file's error, and Ctrl-C, by a RuntimeError."""
     path, original = tmp_path / "last.ckpt", torch.save
     save(path, {"weight": torch.ones(2)})
     before = path.read_bytes()
@@ -52,10 +52,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_a_checkpoint_without_read_permission_is_not_taken_for_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run would resume from the previous one, and overwrite the newest."""
+def test_a_checkpoint_without_read_permission_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for damaged, it would be overwritten by a run that resumes from the previous one."""
     path = last_checkpoint(tmp_path)
     for place in (path, path.with_name("previous.ckpt")):
         save(place, {"weight": torch.ones(2)})

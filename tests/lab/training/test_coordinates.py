@@ -1,4 +1,4 @@
-"""Coordinate check (Yang et al. 2021, as in microsoft/mup): activations keep their size while widths grow."""
+"""Coordinate check (Yang et al. 2021, as in microsoft/mup): the size of activations over the width."""
 
 from math import log2
 
@@ -20,7 +20,7 @@ MUP_RATES = RateAdaptation(BaseRate(), divide_output_lr_by_fan_in=True)
 
 
 def sizes_of_changes(initialisation: str, rates: RateAdaptation, width: int, seed: int) -> list[float]:
-    """Mean absolute change by training of each hidden layer's activations, and of the logits."""
+    """Mean absolute change, by a few steps, of each hidden layer's activations and of the logits."""
     torch.manual_seed(seed)
     network = MLP(20, [width, width, width], 10).double()
     torch.nn.init.zeros_(network.classifier.bias)
@@ -45,7 +45,7 @@ def sizes_of_changes(initialisation: str, rates: RateAdaptation, width: int, see
 
 
 def slopes(initialisation: str, rates: RateAdaptation) -> np.ndarray:
-    """Exponent of the width in each size: 0 if it is constant, 1 if it doubles with the width."""
+    """Exponents of the changes over the width: 0 if constant, 1 if proportional."""
     logs = [
         np.mean([np.log2(sizes_of_changes(initialisation, rates, width, seed)) for seed in range(SEEDS)], 0)
         for width in WIDTHS
@@ -53,8 +53,8 @@ def slopes(initialisation: str, rates: RateAdaptation) -> np.ndarray:
     return np.polyfit([log2(width) for width in WIDTHS], np.stack(logs), 1)[0]
 
 
-def test_with_mup_training_changes_activations_by_as_much_at_any_width() -> None:
-    """After the first layer, whose rate Table 1 does not scale: its changes shrink as 1 / width, which is harmless."""
+def test_with_mup_changes_of_activations_do_not_depend_on_the_width() -> None:
+    """Except in the first layer, whose rate Table 1 does not scale: its changes shrink as 1 / width."""
     first, *hidden, logits = slopes("mup", MUP_RATES)
     assert np.abs(hidden).max() < 0.15 and abs(logits) < 0.15
     assert first == pytest.approx(-1, abs=0.2)
@@ -63,7 +63,7 @@ def test_with_mup_training_changes_activations_by_as_much_at_any_width() -> None
 @pytest.mark.parametrize(
     ("initialisation", "rates"), [("standard", RateAdaptation()), ("standard", MUP_RATES), ("mup", RateAdaptation())]
 )
-def test_without_either_half_of_it_logits_move_further_the_wider_the_network(
+def test_with_only_a_half_of_mup_changes_of_logits_grow_with_the_width(
     initialisation: str, rates: RateAdaptation
 ) -> None:
     assert slopes(initialisation, rates)[-1] > 0.4

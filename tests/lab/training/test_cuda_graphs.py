@@ -1,4 +1,4 @@
-"""CUDA graphs, imitated on a CPU: captured again after each event."""
+"""CUDA graphs, imitated on a CPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from tests.lab.training.test_growth_callback import new_run, new_trainer, sgd
 
 
 def imitated(captures: list[Any]) -> Any:
-    """Stand-in for `torch.cuda.make_graphed_callables`: warm-up passes, then only the captured addresses and shapes."""
+    """Replacement of `torch.cuda.make_graphed_callables` that asserts constant addresses and shapes."""
 
     def capture(called: torch.nn.Module, examples: tuple[Any, ...], **_: Any) -> None:
         run = called.forward
@@ -42,16 +42,16 @@ def trained(*callbacks: Any) -> dict[str, torch.Tensor]:
     return task.network.state_dict()
 
 
-def test_training_is_the_same_and_each_event_and_shape_has_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_equal_and_each_event_and_shape_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[Any] = []
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", imitated(captures))
     monkeypatch.setattr(cuda_graphs, "_on_one_device", lambda trainer: True)
     torch.testing.assert_close(trained(cuda_graphs.CudaGraphs()), trained(), rtol=0, atol=0)
-    # Batches of 40, 32 and 24, of 96 images.
+    # 96 images in batches of 40, 32 and 24.
     assert [shapes[0][0] for shapes in captures] == [40, 16, 32, 24]
 
 
-def test_steps_in_which_norms_are_annealed_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_annealed_norms_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[Any] = []
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", imitated(captures))
     task, graphs = new_run(sgd)[0], cuda_graphs.CudaGraphs()
@@ -61,7 +61,7 @@ def test_steps_in_which_norms_are_annealed_run_without(monkeypatch: pytest.Monke
         assert len(captures) == (not weights)
 
 
-def test_targets_are_cut_as_the_inputs_of_a_replay_which_runs_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_cropped_like_the_inputs_of_a_replay_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(called: nn.Module, examples: tuple[Any, ...], **_: Any) -> None:
         output = called.forward(*examples)
         called.forward = lambda *inputs: output  # type: ignore[method-assign]

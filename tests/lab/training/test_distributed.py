@@ -1,4 +1,4 @@
-"""Processes of a run: undocumented parts of Lightning that growlab needs, comparing ranks, batch normalisation."""
+"""Several processes: Lightning's internals that growlab uses, comparison of ranks, batch normalisation."""
 
 import weakref
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strateg
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A process group of this process alone."""
+    """A process group with this process only."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -35,15 +35,15 @@ class Small(lightning.LightningModule):
         return self.layers(x)
 
 
-# The canary: what is not documented of Lightning ------------------------------------------------------------
+# Undocumented parts of Lightning ---------------------------------------------------------------------------
 
 
-def test_lightning_keeps_the_start_method_where_growlab_reads_it() -> None:
+def test_lightning_has_an_attribute_with_the_start_method() -> None:
     assert DDPStrategy()._start_method == "popen" and DDPStrategy(start_method="spawn")._start_method == "spawn"
 
 
-def test_a_new_wrapper_follows_new_parameters_and_the_old_one_is_gone(group: None) -> None:
-    """The old one's hooks would otherwise reduce gradients of kept parameters a second time."""
+def test_a_new_wrapper_has_the_new_parameters_and_the_old_one_is_freed(group: None) -> None:
+    """Hooks of the old one would reduce gradients of kept parameters again."""
     module = Small()
     strategy = DDPStrategy(parallel_devices=[torch.device("cpu")], gradient_as_bucket_view=True)
     strategy.connect(module)
@@ -61,7 +61,7 @@ def test_a_new_wrapper_follows_new_parameters_and_the_old_one_is_gone(group: Non
     assert torch.equal(kept.grad, torch.full((2,), 8.0))
 
 
-# Refusals ---------------------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_strategies_that_growth_does_not_support_are_refused(strategy: Any, mess
         *((torch.int64, (70_001,)), (torch.uint8, (1,)), (torch.bool, (3, 5)), (torch.float32, ())),
     ],
 )
-def test_a_checksum_sees_every_change_of_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_checksums_depend_on_values_positions_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     source = torch.Generator().manual_seed(0)
     tensor = torch.randint(0, 2, shape, generator=source).to(dtype)
 
@@ -110,7 +110,7 @@ def test_a_checksum_sees_every_change_of_a_tensor(dtype: torch.dtype, shape: tup
         moved[first], moved[second] = flat[second], flat[first]
         assert checksum(moved.view(shape)) != checksum(tensor)
         assert checksum(flat.view(1, -1)) != checksum(flat)
-    # Checksums are of values, in any memory layout, and also of plain values.
+    # They do not depend on the memory layout, and exist for plain values too.
     x = torch.randn(2, 3, 4, 5)
     last = x.contiguous(memory_format=torch.channels_last)
     _, sums = checksums(iter([("x", x), ("last", last), ("a", {"a": 1}), ("b", {"a": 2}), ("c", {"a": 1})]))
@@ -124,7 +124,7 @@ def test_differing_tensors_are_named() -> None:
     assert differing([{"a": 1}, {"a": 1, "b": 2}]) == "b (not on rank 0)"
 
 
-def test_the_largest_number_counts_and_nan_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_largest_number_or_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("growlab.base.ranks.gather", lambda ours: [ours, [2.0, 0.0], [float("nan"), 5.0]])
     one, other = agreed([1.0, 3.0])
     assert one != one and other == 5.0
@@ -144,8 +144,8 @@ def test_the_largest_number_counts_and_nan_above_all(monkeypatch: pytest.MonkeyP
     ],
     ids=["2d", "cumulative", "frozen", "no_weight", "no_statistics"],
 )
-def test_alone_it_is_batch_normalisation(group: None, make: Any, shape: tuple[int, ...]) -> None:
-    """Outputs, gradients and statistics of torch's own; two processes are compared in tests/runs/test_processes.py."""
+def test_with_one_process_it_equals_batch_normalisation(group: None, make: Any, shape: tuple[int, ...]) -> None:
+    """Outputs, gradients and statistics; tests/runs/test_processes.py compares two processes."""
     torch.manual_seed(0)
     plain, sync = make().double(), nn.Sequential(make().double())
     layers = SynchroniseBatchNorm(on_cpu=True)
@@ -177,7 +177,7 @@ def test_inputs_without_channels_and_layers_of_another_class_are_refused(group: 
         SynchroniseBatchNorm(on_cpu=True).apply(nn.Sequential(other(2)))
 
 
-def test_layers_are_of_their_own_class_again() -> None:
+def test_revert_restores_the_layers() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm1d(2)))
     modules, before = list(network.modules()), str(network)
     layers = SynchroniseBatchNorm(on_cpu=False)

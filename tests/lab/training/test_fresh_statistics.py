@@ -1,4 +1,4 @@
-"""Held-out evaluation normalises by statistics of the current weights, without an effect on training."""
+"""Statistics of the current weights for evaluation, without effects on training."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from growlab.lab.data import ImageData
 from growlab.lab.training.fresh_statistics import fresh_statistics
+from tests.cases import Around
 from tests.command_line import CommandLine
 from tests.whole_runs import MLP, mlp3
 
@@ -32,7 +33,7 @@ class Centred(nn.Module):
 
 
 class Twice(nn.Module):
-    """A norm that is called twice, a norm with cumulative averages and a custom norm, with dropout between them."""
+    """A norm called twice, one with cumulative averages and a custom one, with dropout between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,28 +48,17 @@ class Twice(nn.Module):
         return x
 
 
-class Scaled(nn.Module):
-    """A norm after a buffer that is not a statistic."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.register_buffer("scale", torch.tensor(scale))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.scale * x)
-
-
-def test_buffers_that_are_no_statistics_keep_their_content():
-    x = torch.randn(16, 3)
-    fresh = fresh_statistics(Scaled(3.0), [(x,)])
+def test_other_buffers_are_not_changed():
+    x, scale = torch.randn(16, 3), nn.Buffer(torch.tensor(3.0))
+    network = Around(lambda net, x: net.norm(net.scale * x), norm=nn.BatchNorm1d(3), scale=scale)
+    fresh = fresh_statistics(network, [(x,)])
     assert set(fresh) == {"norm.running_mean", "norm.running_var"}
     torch.testing.assert_close(fresh["norm.running_mean"], 3 * x.mean(0))
     torch.testing.assert_close(fresh["norm.running_var"], 9 * x.var(0))
 
 
 class TrainOnly(nn.Module):
-    """An auxiliary head that only training calls, as in torchvision's GoogLeNet."""
+    """Norm that is only called in train mode, as in auxiliary heads of torchvision's GoogLeNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +69,7 @@ class TrainOnly(nn.Module):
 
 
 class Normaliser(nn.Module):
-    """Statistics of inputs, set once, without a momentum."""
+    """Normalisation of inputs by fixed statistics, without a momentum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,28 +85,22 @@ class Normaliser(nn.Module):
     [nn.BatchNorm1d(4, momentum=0.0), nn.InstanceNorm1d(4, track_running_stats=True), Normaliser(), TrainOnly()],
     ids=lambda module: type(module).__name__,
 )
-def test_norms_whose_statistics_cannot_be_renewed_keep_theirs(keeps: nn.Module) -> None:
+def test_norms_without_batch_statistics_keep_theirs(keeps: nn.Module) -> None:
     network, x = nn.Sequential(nn.Conv1d(3, 4, 1), keeps, nn.BatchNorm1d(4)), torch.randn(8, 3, 5)
     fresh = fresh_statistics(network, [(x,)])
     assert set(fresh) == {"2.running_mean", "2.running_var"}
-    # A later norm sees what it will see in evaluation.
+    # A later norm has the inputs of evaluation.
     torch.testing.assert_close(fresh["2.running_mean"], network[:2].eval()(x).mean((0, 2)))
 
 
-class Positive(nn.Module):
-    """A norm that only some batches reach, as in an expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) if x.mean() > 0 else x
+def expert() -> nn.Module:
+    """Network with a norm for batches of positive mean only."""
+    return Around(lambda net, x: net.norm(x) if x.mean() > 0 else x, norm=nn.BatchNorm1d(3))
 
 
-def test_means_are_over_the_batches_that_a_norm_sees() -> None:
+def test_means_are_over_the_batches_that_reach_a_norm() -> None:
     x = torch.rand(8, 3)
-    fresh = fresh_statistics(Positive(), [(x,), (-x,), (x,)])
+    fresh = fresh_statistics(expert(), [(x,), (-x,), (x,)])
     torch.testing.assert_close(fresh["norm.running_mean"], x.mean(0))
     torch.testing.assert_close(fresh["norm.running_var"], x.var(0))
 
@@ -124,14 +108,14 @@ def test_means_are_over_the_batches_that_a_norm_sees() -> None:
 def one_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     x = torch.rand(8, 3, generator=torch.Generator().manual_seed(0))
-    # Rank 1 sees no batch in the norm, and rank 0 one of two.
-    fresh = fresh_statistics(Positive(), [(-x if rank else x,), (-x,)])
+    # The norm gets no batch on rank 1, and one of two on rank 0.
+    fresh = fresh_statistics(expert(), [(-x if rank else x,), (-x,)])
     torch.testing.assert_close(fresh["norm.running_mean"], x.mean(0))
     torch.testing.assert_close(fresh["norm.running_var"], x.var(0))
     torch.distributed.destroy_process_group()
 
 
-def test_a_norm_may_see_batches_on_one_rank_only(tmp_path: Path, cli: CommandLine) -> None:
+def test_a_norm_may_get_batches_on_one_rank_only(tmp_path: Path, cli: CommandLine) -> None:
     cli.on_two_ranks(one_rank, tmp_path)
 
 
@@ -163,20 +147,20 @@ def test_fresh_statistics_are_means_over_batches():
         torch.testing.assert_close(fresh[f"{name}.running_mean"], means.mean(0), rtol=1e-5, atol=1e-6)
     variances = [x.var((0, 2, 3)) for x in network.seen["cumulative"]]
     torch.testing.assert_close(fresh["cumulative.running_var"], torch.stack(variances).mean(0), rtol=1e-5, atol=1e-6)
-    # Called twice a batch, the second call counts 1 / (1 - momentum) times as much as the first.
+    # Of two calls per batch, the second weighs 1 / (1 - momentum) times as much as the first.
     pairs = torch.stack([x.mean((0, 2, 3)) for x in network.seen["twice"]]).view(3, 2, 3).mean(0)
     torch.testing.assert_close(fresh["twice.running_mean"], (0.9 * pairs[0] + pairs[1]) / 1.9, rtol=1e-5, atol=1e-6)
 
 
-def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_same_without(uninterrupted):
+def test_runs_evaluate_with_fresh_statistics_and_train_the_same_as_without(uninterrupted):
     arguments = (*MLP, "optimizer.lr=0.2", "schedule.learning_rate.shape=constant")
     lagging, fresh = (uninterrupted(*arguments, f"batch_norm_samples={n}") for n in (0, 64))
-    # Rates, growth and what a checkpoint holds are those of a run that evaluates with running averages.
+    # Rates, growth and checkpoints equal those of a run that evaluates with running averages.
     assert fresh.differences(lagging) == ["metrics", "results", "weights"]
     for one, other in zip(lagging.metrics, fresh.metrics, strict=True):
         assert one["train_loss"] == other["train_loss"]
         assert float(one["val_loss"]) != float(other["val_loss"])
-    # Two batches of the last epoch, as they were augmented, give the statistics that the trained network keeps ...
+    # The saved statistics are those of two augmented batches of the last epoch ...
     data = ImageData("digits", limit_train=96, limit_test=40, batch_size=32, shift=1, validation="split")
     data.setup()
     network = mlp3(data.image_shape, data.num_classes, width=12, batch_norm=True)
@@ -190,7 +174,7 @@ def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_sa
     for x, _ in batches:
         network(x)
     torch.testing.assert_close(own, torch.stack([x.mean(0) for x in seen]).mean(0))
-    # ... and that it was evaluated with last.
+    # ... and were used in the last evaluation.
     network.load_state_dict(fresh.weights)
     network.eval()
     losses = [F.cross_entropy(network(x), y, reduction="sum").item() for x, y in data.val_dataloader()]

@@ -1,4 +1,4 @@
-"""Growing inside one `fit` against one `fit` for each stage: bit for bit the same."""
+"""Growing inside one `fit` equals one `fit` for each stage, bit for bit."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,10 +42,11 @@ def new_run(make: Callable[..., torch.optim.Optimizer]) -> tuple[Task, ImageData
     return Task(grower, schedule, steps, make, learning_rate=rate), data
 
 
-def new_trainer(epochs: int, *callbacks: lightning.Callback) -> lightning.Trainer:
+def new_trainer(epochs: int, *callbacks: lightning.Callback, **more: Any) -> lightning.Trainer:
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     settings = {"accelerator": "cpu", "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}
-    return lightning.Trainer(max_epochs=epochs, callbacks=list(callbacks), **settings, **dict.fromkeys(off, False))
+    settings |= {**dict.fromkeys(off, False), **more}
+    return lightning.Trainer(max_epochs=epochs, callbacks=list(callbacks), **settings)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
     kept: list[torch.optim.Optimizer] = []
 
     def same_optimizer(parameters: Any) -> torch.optim.Optimizer:
-        # Each fit makes a new learning rate schedule, so the rate is constant here.
+        # The rate is constant, since each fit makes a new schedule.
         kept[:] = kept or [make(parameters)]
         return kept[0]
 

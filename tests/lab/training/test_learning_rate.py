@@ -24,7 +24,7 @@ def factors(rate: LearningRate) -> list[float]:
 
 
 class At(NamedTuple):
-    """A moment of the training: steps, epochs and the part of all FLOPs that are done, and the place in its stage."""
+    """A moment of training: steps, epochs and fraction of FLOPs so far, and the position in the stage."""
 
     step: int
     epoch: float
@@ -35,7 +35,7 @@ class At(NamedTuple):
 
 
 def moments() -> list[At]:
-    """The moment before each step, and the end."""
+    """Moments before each step, and the end."""
     found, spent = [], 0.0
     for first, last in ((0, 2), (2, 5), (5, 6)):
         for epoch in range(first, last):
@@ -51,9 +51,9 @@ def cosine(part: float) -> float:
     return (1 + cos(pi * part)) / 2
 
 
-def risen(part: float, behind: Callable[[float], float]) -> float:
-    """A warm-up, and what follows it."""
-    return part if part < 1 else behind(part)
+def risen(part: float, after: Callable[[float], float]) -> float:
+    """Linear warm-up, then another function."""
+    return part if part < 1 else after(part)
 
 
 COST = {"progress_unit": "cost"}
@@ -83,7 +83,7 @@ FORMULAS: list[tuple[dict[str, Any], Callable[[At], float]]] = [
 
 
 @pytest.mark.parametrize(("settings", "formula"), FORMULAS, ids=lambda value: "" if callable(value) else str(value))
-def test_factors_are_the_formulas(settings: dict[str, Any], formula: Callable[[At], float]) -> None:
+def test_factors_equal_formulas(settings: dict[str, Any], formula: Callable[[At], float]) -> None:
     assert factors(LearningRate(**settings)) == pytest.approx([formula(at) for at in moments()], abs=1e-7)
 
 
@@ -106,7 +106,7 @@ def test_factors_stay_between_zero_and_one(warmup: float, restarts: str, shape: 
 
 @pytest.mark.parametrize("rise", [0.0, 0.125, 0.5])
 def test_one_cycle_is_torchs(rise: float) -> None:
-    """torch counts the last step as done, so that its phases end one step earlier."""
+    """Phases end one step earlier in torch, which counts the current step."""
     steps = sum(STEPS)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.7, momentum=0.9)
     peak = ((rise or 0.3) * steps + 1) / (steps + 1)
@@ -130,7 +130,7 @@ def test_one_cycle_may_restart_in_each_stage() -> None:
 
 
 @given(batches=st.lists(st.integers(1, 20), min_size=6, max_size=6))
-def test_where_all_samples_cost_the_same_both_clocks_agree(batches: list[int]) -> None:
+def test_cost_equals_epochs_if_all_samples_cost_the_same(batches: list[int]) -> None:
     for rate in ({}, {"shape": "wsd", "warmup_fraction": 0.2}, {"restarts": "stage"}):
         by_cost, by_epochs = (
             LearningRate(**rate, progress_unit=clock).factor_at_step(SCHEDULE, batches, [7] * 6)
@@ -156,7 +156,7 @@ def test_where_all_samples_cost_the_same_both_clocks_agree(batches: list[int]) -
         {"decay_fraction": 0.9, "shape": "wsd", "warmup_fraction": 0.2},
     ],
 )
-def test_impossible_schedules_are_refused(wrong: dict) -> None:
+def test_invalid_schedules_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LearningRate(**wrong)
 
@@ -183,12 +183,12 @@ def test_auto_counts_steps_in_a_run_of_steps_whose_cost_is_unknown() -> None:
     assert factor(50) == pytest.approx(0.5)
 
 
-def test_a_clock_without_flops_is_refused() -> None:
+def test_progress_by_cost_needs_flops() -> None:
     with pytest.raises(UserError, match="progress_unit=cost needs to know the FLOPs"):
         LearningRate(progress_unit="cost").factor_at_step(SCHEDULE, STEPS)
 
 
-def test_the_clock_auto_counts_cost_where_it_can() -> None:
+def test_progress_unit_auto_is_cost_if_possible() -> None:
     def got(flops: list[int] | None, **settings: object) -> list[float]:
         factor = LearningRate(**settings).factor_at_step(SCHEDULE, STEPS, flops)
         return [factor(step) for step in range(sum(STEPS) + 1)]

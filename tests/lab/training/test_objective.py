@@ -1,4 +1,4 @@
-"""Objectives: losses against torch's, metrics that add up over batches, one weight for every token."""
+"""Objectives: losses compared with torch, metrics with torchmetrics over batches, equal weights of tokens."""
 
 import math
 import re
@@ -32,14 +32,14 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_torchs(smoothing):
+def test_the_loss_equals_torchs(smoothing):
     logits, target = tokens()
     loss, _ = TokenPrediction(smoothing, PADDING)(logits, target)
     expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=PADDING, label_smoothing=smoothing)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
-def test_metrics_are_over_all_tokens_whatever_the_batches():
+def test_metrics_are_means_over_all_tokens():
     logits, target = tokens()
     objective = TokenPrediction(0.1, PADDING)
     parts = [objective(logits[part], target[part])[1] for part in (slice(1), slice(1, 4))]
@@ -53,7 +53,7 @@ def test_metrics_are_over_all_tokens_whatever_the_batches():
     assert objective.metrics([1e9, 0.0, 1e9, 1.0])["perplexity"] == math.inf
 
 
-def test_inputs_take_the_networks_precision_and_indices_stay():
+def test_inputs_are_cast_to_the_networks_precision_except_indices():
     network = torch.nn.Linear(2, 2).double()
     numbers, indices = network_inputs((torch.zeros(2), torch.zeros(2, dtype=torch.int64)), network)
     assert (numbers.dtype, indices.dtype) == (torch.float64, torch.int64)
@@ -61,12 +61,12 @@ def test_inputs_take_the_networks_precision_and_indices_stay():
 
 # Metrics over an epoch -------------------------------------------------------------------------------------
 
-# Uneven batches, as an epoch's last one and ranks' shares are.
+# Uneven batches, like the last of an epoch and those of ranks.
 PARTS = (slice(0, 5), slice(5, 7), slice(7, 12))
 
 
 def drawn(*shapes: tuple[int, ...], classes: int = 0) -> list[torch.Tensor]:
-    """Normal numbers; the last tensor has classes, if their number is given."""
+    """Normally distributed numbers; the last tensor has class indices if `classes` is given."""
     generator = torch.Generator().manual_seed(1)
     *numbers, target = (torch.randn(shape, generator=generator) for shape in shapes)
     return [*numbers, target if not classes else (target.abs() * classes / 2).long().clamp(max=classes - 1)]
@@ -106,7 +106,7 @@ KEYS |= {"segmentation": "mean_iou", "weighted": "f1", "columns": "mae"}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_metrics_add_up_over_uneven_batches_to_those_of_torchmetrics(name: str) -> None:
+def test_metrics_over_uneven_batches_equal_those_of_torchmetrics(name: str) -> None:
     objective, (output, target), reference = OBJECTIVES[name]
     if name == "multilabel":
         reference.average = "micro"
@@ -144,8 +144,8 @@ def test_auxiliary_heads_are_ignored(objective: Any) -> None:
         assert loss == expected and torch.equal(own, sums)
 
 
-def test_probabilities_are_made_for_metrics() -> None:
-    """torchmetrics takes logits that are all in [0, 1] for probabilities, so 0.2 means negative."""
+def test_predict_gives_metrics_probabilities() -> None:
+    """torchmetrics treats logits within [0, 1] as probabilities, and 0.2 as negative."""
     output, target = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([1.0, 1.0, 1.0])
     accuracies = []
     for predict in (None, torch.nn.Sigmoid()):
@@ -172,7 +172,7 @@ REFUSED: list[tuple[Any, list[tuple[int, ...]], str]] = [
 @pytest.mark.parametrize(
     ("make", "shapes", "sentence"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_misfit_is_refused_in_a_sentence(make: Any, shapes: list[tuple[int, ...]], sentence: str) -> None:
+def test_incompatible_shapes_and_settings_are_refused(make: Any, shapes: list[tuple[int, ...]], sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)) as raised:
         make()(*map(torch.zeros, shapes))
     assert str(raised.value).endswith(".") and "\n" not in str(raised.value)

@@ -16,10 +16,10 @@ from growlab.lab.networks import CifarResNet, mlp8
 from growlab.lab.training.build import optimizer_maker
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost
 from growlab.widths import trace
+from tests.cases import Around
+from tests.whole_runs import mlp8_flops
 
 SETTINGS = {"total_epochs": 9, "epochs": [2, 1], "widths": [0.5, 1], "batch_sizes": [50, 20], "equal_flops": False}
-
-
 LOOP = Loop()
 NO_RATES = {"_target_": "growlab.lab.training.RateAdaptation"}
 
@@ -45,31 +45,19 @@ def planned(
     return planning.plan(planning.trigger(), graph, StageCost(network, graph, (), data.probe_batch(1)))[1]
 
 
-def mlp_flops(data: ImageData, width: int) -> int:
-    """Two for each multiply-add."""
-    inputs = data.image_shape[0] * data.image_shape[1] * data.image_shape[2]
-    return 2 * (inputs * width + 7 * width * width + width * 10)
-
-
-def test_a_growing_run(data: ImageData) -> None:
+def test_the_plan_of_a_growing_run(data: ImageData) -> None:
     made = plan(data)
     assert made.schedule.epochs == (2, 1)
-    assert made.flops == [mlp_flops(data, 4), mlp_flops(data, 8)]
+    assert made.flops == [mlp8_flops(4), mlp8_flops(8)]
     assert (made.batches, made.steps, made.samples) == ([3, 3, 6], [3, 3, 6], [110] * 3)
-    assert made.train_flops == 3 * 110 * (2 * mlp_flops(data, 4) + mlp_flops(data, 8))
-    expected = 100 * (2 * mlp_flops(data, 4) + mlp_flops(data, 8)) / (3 * mlp_flops(data, 8))
+    assert made.train_flops == 3 * 110 * (2 * mlp8_flops(4) + mlp8_flops(8))
+    expected = 100 * (2 * mlp8_flops(4) + mlp8_flops(8)) / (3 * mlp8_flops(8))
     assert made.train_cost_percent == pytest.approx(expected)
 
 
-class Sorted(torch.nn.Module):
-    """Channels by size, which do not grow."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.sort(dim=1).values
-
-
 def test_a_network_that_cannot_grow_is_refused_and_trains_at_fixed_size(data: ImageData) -> None:
-    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), Sorted())
+    sort = Around(lambda _, x: x.sort(dim=1).values)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), sort)
     network.add_module("classifier", torch.nn.Linear(8, 10))
     with pytest.raises(UserError, match=r"nothing in this network can grow \(.*classifier: the network's out"):
         planned(network, SETTINGS, PairGrowth(), data)
@@ -78,7 +66,7 @@ def test_a_network_that_cannot_grow_is_refused_and_trains_at_fixed_size(data: Im
 
 
 @pytest.mark.parametrize("wrong", [{"lr": "abc"}, {"weight_decay": -1}, {"momentum": [0.9]}])
-def test_an_optimizer_that_does_not_take_its_settings_is_refused(wrong: dict) -> None:
+def test_invalid_settings_of_an_optimizer_are_refused(wrong: dict) -> None:
     settings = {"_target_": "growlab.optim.SGD", "_partial_": True, "lr": 0.1}
     weight = torch.nn.Parameter(torch.zeros(2))
     assert optimizer_maker(DictConfig({"optimizer": settings, "lr_adapt": NO_RATES}))([weight]).defaults["lr"] == 0.1
@@ -95,7 +83,7 @@ def test_an_optimizer_that_does_not_take_its_settings_is_refused(wrong: dict) ->
         (0.5, 1, [1, 1, 3], [1, 1, 3], [50, 50, 60]),
     ],
 )
-def test_limited_and_accumulated(data, limit, accumulate, batches, steps, samples) -> None:
+def test_plans_of_limited_and_accumulated_batches(data, limit, accumulate, batches, steps, samples) -> None:
     made = plan(data, limit=limit, accumulate=accumulate)
     assert (made.batches, made.steps, made.samples) == (batches, steps, samples)
     assert made.train_flops == 3 * sum(made.flops_in_epoch)
@@ -106,7 +94,7 @@ def test_equal_flops_count_the_width(data: ImageData, multiple: float) -> None:
     grown = plan(data, epochs=[20, 10])
     fixed = plan(data, FixedSize(multiple), epochs=[20, 10], equal_flops=True)
     assert fixed.reference_epochs == 30 and len(fixed.schedule.epochs) == len(fixed.flops) == 1
-    assert (fixed.flops[0], fixed.full_flops) == (mlp_flops(data, int(8 * multiple)), mlp_flops(data, 8))
+    assert (fixed.flops[0], fixed.full_flops) == (mlp8_flops(int(8 * multiple)), mlp8_flops(8))
     one_epoch = 3 * 110 * fixed.flops[0]
     assert abs(fixed.train_flops - grown.train_flops) <= one_epoch / 2
 
@@ -122,8 +110,8 @@ def test_equal_flops_count_the_width(data: ImageData, multiple: float) -> None:
         (PairGrowth(), {"initial_epochs": 3, "num_stages": 2}, None, 7),
     ],
 )
-def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | None, budget: float) -> None:
-    """To an epoch of the last stage; with two epochs a pass."""
+def test_runs_of_one_budget_cost_the_same(growth, changes: dict, depth: str | None, budget: float) -> None:
+    """Up to an epoch of the last stage; a pass has two epochs."""
     data = ImageData("digits", limit_train=110, limit_test=10, batch_size=20, epochs_per_pass=2)
     data.setup()
     rates = {name: None for name in ("epochs", "widths", "batch_sizes")} | {"num_stages": 4}
@@ -154,11 +142,11 @@ BUDGET = {"epochs": None, "budget": 5.0}
         ({**BUDGET, "epochs": [1, 2]}, PairGrowth(), None, r"schedule.epochs both set the length"),
         ({**BUDGET, "equal_flops": True}, FixedSize(), None, "schedule.equal_flops both set the length"),
         (BUDGET, PairGrowth(), Plateau(), "decides them while it trains"),
-        # An epoch of each stage: 1 + mlp_flops(4) / mlp_flops(8).
+        # An epoch of each stage: 1 + mlp8_flops(4) / mlp8_flops(8).
         ({**BUDGET, "budget": 0.9}, PairGrowth(), None, "shortest run of 2 stages, which costs 1.39 epochs of"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(data: ImageData, changes, growth, demand, message: str) -> None:
+def test_impossible_plans_are_refused(data: ImageData, changes, growth, demand, message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan(data, growth, demand, **changes)
 
@@ -169,7 +157,7 @@ def test_a_network_without_multiply_adds_has_no_cost(data: ImageData) -> None:
         planned(network, SETTINGS | {"epochs": None, "widths": None, "batch_sizes": None}, FixedSize(), data)
 
 
-def test_tokens_of_less_than_a_step_are_refused() -> None:
+def test_total_tokens_must_be_at_least_a_step() -> None:
     text: Any = SimpleNamespace(tokens_per_sample=16, batch_size=4)
     settings = {"total_tokens": 63, "batch_growth_rate": 0.0, "batch_sizes": None}
     with pytest.raises(UserError, match="total_tokens=63 must be at least one step's 64 tokens"):

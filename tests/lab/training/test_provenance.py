@@ -10,7 +10,7 @@ from growlab.lab.training.run import git_commit, versions
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a package that stands in for growlab's."""
+    """A repository whose package replaces growlab."""
     if shutil.which("git") is None:
         pytest.skip("no git")
     for name in ("AUTHOR", "COMMITTER"):

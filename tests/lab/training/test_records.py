@@ -1,6 +1,5 @@
-"""rates.csv, norms and rate factors of regions, with and without rates of their own; and layers.csv."""
+"""rates.csv: norms and rate factors of regions; layers.csv; spectra of weights."""
 
-import csv
 from pathlib import Path
 
 import lightning
@@ -16,6 +15,7 @@ from growlab.lab.training.loggers import spectra
 from growlab.lab.training.recorder import LayerStatistics
 from growlab.widths import trace
 from tests.command_line import CommandLine
+from tests.whole_runs import table
 
 IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True, "validation": "none"}
 ARGUMENTS = (
@@ -29,17 +29,12 @@ FOREIGN = (
 )
 
 
-def rates(folder: Path) -> list[dict[str, str]]:
-    with (folder / "rates.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.parametrize("optimizer", [FOREIGN, ("optimizer=muon",)], ids=["torch", "muon"])
-def test_without_rate_adaptation_norms_are_recorded_too(
+def test_norms_are_recorded_without_rate_adaptation_too(
     cli: CommandLine, tmp_path: Path, optimizer: tuple[str, ...]
 ) -> None:
     cli.done(*ARGUMENTS, "lr_adapt=none", *optimizer, "hydra.run.dir=run", cwd=tmp_path)
-    rows = rates(tmp_path / "run")
+    rows = table(tmp_path / "run" / "rates.csv")
     assert {row["rate_factor"] for row in rows} == {"1"}
     regions = {(int(row["stage"]), row["parameter"], int(row["region"])) for row in rows}
     for stage in range(3):
@@ -68,14 +63,15 @@ def test_without_rate_adaptation_norms_are_recorded_too(
 
 def test_with_rate_adaptation_factors_are_the_ratios_of_the_recorded_norms(cli: CommandLine, tmp_path: Path) -> None:
     cli.done(*ARGUMENTS, "lr_adapt=stagewise_norm", "hydra.run.dir=run", cwd=tmp_path)
-    rows = [row for row in rates(tmp_path / "run") if row["parameter"] == "hidden.3.weight"]
+    recorded = table(tmp_path / "run" / "rates.csv")
+    rows = [row for row in recorded if row["parameter"] == "hidden.3.weight"]
     oldest = {row["step"]: float(row["weight_norm"]) for row in rows if row["region"] == "0"}
     for row in rows:
         ratio = float(row["weight_norm"]) / oldest[row["step"]]
         assert float(row["rate_factor"]) == pytest.approx(ratio, rel=1e-4)
     assert any(row["rate_factor"] != "1" for row in rows)
-    # The output layer's is divided by its fan-in in the seed at every stage (Table 1: 1 / C_0).
-    rows = [row for row in rates(tmp_path / "run") if row["parameter"] == "classifier.weight"]
+    # In the output layer factors are divided by its fan-in in the seed (Table 1: 1 / C_0).
+    rows = [row for row in recorded if row["parameter"] == "classifier.weight"]
     oldest = {row["step"]: float(row["weight_norm"]) for row in rows if row["region"] == "0"}
     assert {int(row["stage"]) for row in rows} == {0, 1, 2}
     for row in rows:
@@ -84,7 +80,7 @@ def test_with_rate_adaptation_factors_are_the_ratios_of_the_recorded_norms(cli: 
 
 
 class Turned(nn.Module):
-    """A task whose network is itself, and whose first parameter is complex."""
+    """Task and network in one; its first parameter is complex."""
 
     network = property(lambda self: self)
 
@@ -96,7 +92,7 @@ class Turned(nn.Module):
         return self.out(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4).flatten(1))
 
 
-def test_images_take_the_precision_of_real_parameters(tmp_path: Path) -> None:
+def test_images_are_cast_to_the_precision_of_real_parameters(tmp_path: Path) -> None:
     statistics = LayerStatistics(tmp_path, torch.randn(6, 1, 3, 4).double(), torch.arange(6) % 5, 1)
     statistics._measure(Turned(), 0)
     rows = statistics.state_dict()["rows"].splitlines()
@@ -104,7 +100,7 @@ def test_images_take_the_precision_of_real_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_layers_of_a_training_that_diverges_have_no_histogram(tmp_path: Path, value: float) -> None:
+def test_values_that_are_not_finite_have_no_histogram(tmp_path: Path, value: float) -> None:
     statistics = LayerStatistics(tmp_path, torch.zeros(1), torch.zeros(1), 1)
     statistics._add(0, "0", "activation", torch.tensor([1.0, value]))
     assert statistics._rows[0].startswith("0,0,activation,") and statistics._rows[0].endswith(",")

@@ -1,4 +1,4 @@
-"""The registry: every entry can be run, and every statement finds its rows and its published values."""
+"""The registry: entries can be run, and their statements have rows and published values."""
 
 import sys
 from collections import Counter
@@ -24,7 +24,7 @@ COMMANDS = sorted({command for item in ITEMS for command in item.commands})
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.name)
-def test_an_entry_names_what_there_is(item) -> None:
+def test_names_in_an_entry_exist(item) -> None:
     assert item.paper in REGISTRY.papers and set(item.data) <= set(REGISTRY.data)
     assert item.commands and item.claim and item.title
     assert {drawn(figure)[0] for figure in item.figures} <= set(FIGURES)
@@ -42,8 +42,8 @@ def test_an_entry_names_what_there_is(item) -> None:
 
 
 @pytest.mark.parametrize("item", [item for item in ITEMS if item.rows], ids=lambda item: item.name)
-def test_whole_rows_are_runs_of_the_commands(item) -> None:
-    """They have their length, data and seeds; no more of them than the commands make, and each once."""
+def test_whole_rows_are_runs_of_the_entrys_commands(item) -> None:
+    """Length, data and seeds are those of the commands; no run occurs twice."""
     standing, jobs = Standing(item, RESULTS), item.jobs()
     runs = [run for rows, of_folder in standing.kept if rows.kind == "whole" for run in of_folder]
     for run in runs:
@@ -54,19 +54,19 @@ def test_whole_rows_are_runs_of_the_commands(item) -> None:
     assert standing.num_whole + standing.num_diverged <= len(jobs)
 
 
-# Figures that do not show any number of runs, networks and data sets, and how many they show.
+# Most runs in figures with a limit.
 MOST_RUNS = {"rate_factors": 1, "norms": 3}
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.name)
-def test_a_figure_has_runs_that_it_can_show(item) -> None:
+def test_figures_have_runs_within_their_limits(item) -> None:
     for figure in item.figures:
         name, overrides = drawn(figure)
         shown = [job for job in item.jobs() if set(overrides) <= set(job.overrides)]
         assert 0 < len(shown) <= MOST_RUNS.get(name, len(shown))
         networks = {(job.data, *(o for o in job.overrides if o.startswith("model="))) for job in shown}
         assert name != "compare" or len(networks) == 1
-        # As many rows as there are colours.
+        # At most as many rows as colours.
         assert name != "compare" or len({_without_seed(job.overrides) for job in shown}) <= 10
 
 
@@ -79,7 +79,7 @@ def test_every_published_table_has_an_entry() -> None:
 
 
 def test_every_prepared_sweep_has_an_entry() -> None:
-    """Those of the papers: the frontier, multipliers under Adam, and the digits are not in them."""
+    """Except frontiers, multipliers under Adam and the digits, which are in no paper."""
     papers = config_dir() / "experiment" / "papers"
     presets = {path.stem for path in papers.glob("*.yaml") if "sweeper:" in path.read_text()}
     named = {command.split()[0].removeprefix("experiment=papers/") for command in COMMANDS}
@@ -89,7 +89,7 @@ def test_every_prepared_sweep_has_an_entry() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS[::4])
-def test_reading_without_composing_gives_the_composed_values(command: str) -> None:
+def test_values_read_without_composing_equal_composed_ones(command: str) -> None:
     words = [word for word in command.split() if not word.startswith("hydra.")]
     given = [f"{key}={_split(value)[-1]}" for key, value in (word.split("=", 1) for word in words)]
     name = words[0].removeprefix("experiment=")
@@ -130,8 +130,8 @@ def test_a_sweeps_jobs_are_every_combination() -> None:
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.name)
-def test_a_seed_that_an_entry_has_anyway_is_the_same_jobs(item) -> None:
-    """A command that names no seed runs with that of the configuration, 0; another one comes beside it."""
+def test_chosen_seeds_give_the_same_jobs(item) -> None:
+    """A command without a seed runs with seed 0; other seeds get folders of their own."""
     of_seed: dict[int, set[str]] = {}
     for job in item.jobs():
         named = next((o.removeprefix("seed=") for o in job.overrides if o.startswith("seed=")), "0")
@@ -143,11 +143,11 @@ def test_a_seed_that_an_entry_has_anyway_is_the_same_jobs(item) -> None:
     assert all("seed=99" in job.overrides for job in item.jobs([99]))
 
 
-def test_values_in_brackets_are_one_value() -> None:
+def test_lists_in_brackets_are_one_value() -> None:
     assert _split("[1,2],[3]") == ["[1,2]", "[3]"] and _split("a,b") == ["a", "b"] and _split("3") == ["3"]
 
 
-def test_an_entry_is_in_one_file() -> None:
+def test_entries_of_all_files_have_different_names() -> None:
     folder = ROOT / "growlab" / "recipes" / "papers" / "entries"
     files = [yaml.safe_load(path.read_text()) for path in folder.iterdir()]
     known = {"paper", "title", "note", "gpu", "gpu_runs", "cpu_bfloat16", "items"}

@@ -1,4 +1,4 @@
-"""Runs of an entry: those that are there are skipped, and a deadline or a signal lets the others save and resume."""
+"""Runs of an entry: finished ones are skipped; at a deadline or signal the others save, to resume later."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.lab.analysis.fake_runs import write_run
 
 REGISTRY = registry()
 JOBS = [Job("digits", (f"seed={seed}",), 2, "digits", False) for seed in range(3)]
-# Counts to a number in its folder, a tenth of a second each, saves at SIGTERM and resumes from there, as a run does.
+# Imitates a run: counts to a number, ten per second, saves at SIGTERM, and resumes.
 COUNTER = """
 import json, pathlib, signal, sys, time
 folder, last = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -53,7 +53,7 @@ def count_to(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lay_out(folder: Path, name: str) -> None:
-    """Make a folder that looks like a data set's."""
+    """Make a fake folder of a data set."""
     (folder / name).mkdir(parents=True)
     (folder / name / "train.parquet").touch()
 
@@ -63,7 +63,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_deadline_saves_all_runs_at_work_and_they_resume(counting: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_a_deadline_runs_save_and_later_resume(counting: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     count_to(10_000, monkeypatch)
     training = Training(counting, REGISTRY, at_once=2)
 
@@ -89,7 +89,7 @@ def test_a_deadline_saves_all_runs_at_work_and_they_resume(counting: Place, monk
 
 @pytest.fixture
 def busy(counting: Place) -> Iterator[Path]:
-    """The folder of the first job, which another process writes to."""
+    """Folder of the first job, locked by another process."""
     folder = counting.runs / JOBS[0].folder
     folder.mkdir(parents=True)
     holding = "import fcntl, os, sys, time; folder = os.open(sys.argv[1], os.O_RDONLY)\n"
@@ -100,11 +100,11 @@ def busy(counting: Place) -> Iterator[Path]:
         process.kill()
 
 
-def test_runs_of_another_process_are_skipped_and_a_failed_run_leaves_the_others_alone(
+def test_locked_runs_are_skipped_and_a_failure_does_not_stop_others(
     counting: Place, busy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, failing = runs.command, [sys.executable, "-c", "import sys; sys.exit(2)"]
-    monkeypatch.setattr(runs, "command", lambda job, *at: failing if job is JOBS[1] else whole(job, *at))
+    counting_command, failing = runs.command, [sys.executable, "-c", "import sys; sys.exit(2)"]
+    monkeypatch.setattr(runs, "command", lambda job, *at: failing if job is JOBS[1] else counting_command(job, *at))
     write_json(counting.runs / JOBS[1].folder / "failure.json", {"reason": "it diverged."})
     assert Training(counting, REGISTRY).train(JOBS, 60) == ["digits/seed=1"]
     said = capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_runs_of_another_process_are_skipped_and_a_failed_run_leaves_the_others_
 
 
 def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None:
-    """A run that has begun keeps its precision; a study has no device."""
+    """A resumed run keeps its precision; a study has no device."""
     lay_out(tmp_path, "cifar10")
     place = Place(tmp_path / "runs", tmp_path, ("trainer=gpu", "compile=true"))
     job = REGISTRY.items["table11"].jobs([4])[0]
@@ -146,7 +146,7 @@ def test_the_device_is_a_gpu_or_a_cpu_that_may_multiply_in_bfloat16(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["table3", "--data", "."], "cifar100 is not in .: name the folder above it with --data"),
         (["tabel3"], "there is no entry called tabel3; did you mean table3?"),
@@ -155,17 +155,17 @@ def test_the_device_is_a_gpu_or_a_cpu_that_may_multiply_in_bfloat16(
         (["table3", "--seeds", "0,-2"], "0,-2 is not a list of seeds, numbers from 0 to 4294967295"),
     ],
 )
-def test_wrong_words_are_refused_in_a_sentence(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
-def test_the_list_counts_the_runs_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_counts_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in REGISTRY.items["table7"].jobs()[:2]:
         (tmp_path / "runs" / job.folder).mkdir(parents=True)
         (tmp_path / "runs" / job.folder / "results.json").touch()
@@ -186,12 +186,12 @@ def test_a_dry_run_estimates_from_finished_runs(
     assert "9 run(s) to go: no finished run in this folder" in capsys.readouterr().out
     write_run(tmp_path / "runs" / REGISTRY.items["table7"].jobs()[0].folder, seconds=3600.0)
     assert main(words) == 0
-    # 16 epochs took an hour, and 8 runs of 160 epochs are to go.
+    # 16 epochs took an hour, and 8 runs of 160 epochs remain.
     assert "8 run(s) to go: about 80.0 hours at the pace of 1 finished run(s)\n" in capsys.readouterr().out
 
 
-def test_figures_are_drawn_of_the_runs_that_they_can_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Figures 4, 5 and 9: nine runs compared, and the rate factors of one of them; another seed is in the table."""
+def test_figures_are_drawn_of_chosen_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures 4, 5 and 9: a comparison of nine runs, rate factors of one; the table has the other seed too."""
     item, place = REGISTRY.items["figure4"], Place(tmp_path)
     for job in item.jobs([0, 1, 7]):
         seed = int(job.overrides[-1].removeprefix("seed="))
@@ -205,7 +205,7 @@ def test_figures_are_drawn_of_the_runs_that_they_can_show(tmp_path: Path, capsys
     assert "shows one run" not in capsys.readouterr().err
 
 
-def test_missing_data_leaves_out_its_runs_alone(
+def test_missing_data_leaves_out_only_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lay_out(tmp_path / "data", "mnist10k")
@@ -219,7 +219,7 @@ def test_missing_data_leaves_out_its_runs_alone(
     assert failed == "error: 1 run(s) failed, for the reasons above: a/seed=0."
 
 
-# The command itself, with runs that count.
+# The command with imitated runs.
 COMMAND = f"""
 import sys
 from growlab.recipes.papers import __main__ as command
@@ -236,13 +236,13 @@ sys.exit(command.main(sys.argv[1:]))
     ids=["Ctrl-C under nohup", "a terminal that closes"],
 )
 def test_a_signal_lets_the_run_save(tmp_path: Path, number: signal.Signals, nohup: bool) -> None:
-    """The whole group gets it, as from a terminal; `nohup` lets the command outlive SIGHUP."""
+    """Sent to the process group, as from a terminal; with `nohup` the command ignores SIGHUP."""
     lay_out(tmp_path / "data", "cifar10")
     first, second = REGISTRY.items["table7"].jobs([0])[:2]
     write_run(tmp_path / "runs" / first.folder)
 
     def handlers() -> None:
-        """A shell lets commands in the background ignore SIGINT, such as pytest's own, and they hand that on."""
+        """Reset handlers: commands in a shell's background ignore SIGINT, which their children inherit."""
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(each, signal.SIG_DFL)
         if nohup:
@@ -278,13 +278,13 @@ def test_a_signal_lets_the_run_save(tmp_path: Path, number: signal.Signals, nohu
 def test_real_runs_are_stopped_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The smallest entry: first to the deadline, then the rest; rows and a figure are written."""
+    """The smallest entry: until a deadline, then the rest; a table and a figure are written."""
     monkeypatch.chdir(tmp_path)
     words = ["isotropic_task_change", "--seeds", "0", "--minutes", "9"]
     run = tmp_path / "runs" / "isotropic_task_change" / "model.width=2,seed=0"
 
     class AtFirstCheckpoint(threading.Timer):
-        """The deadline comes after the first epoch, on machines of any speed."""
+        """Deadline after the first checkpoint, on machines of any speed."""
 
         def run(self) -> None:
             assert 500 < self.interval <= 540

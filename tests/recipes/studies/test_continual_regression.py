@@ -1,6 +1,5 @@
-"""Continual regression: the batched computation is the hypernetwork's own, and what is left of a run."""
+"""Continual regression: the batched computation equals single hypernetworks', and files of runs."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from growlab.parts.hypernets import emitted
 from growlab.recipes.papers.studies import continual_regression as study
 from tests.command_line import CommandLine
+from tests.whole_runs import table
 
 
 def embedding_of(network: torch.nn.Module) -> torch.nn.Parameter:
@@ -48,14 +48,14 @@ def test_a_step_is_plain_sgd_on_the_hypernetwork() -> None:
                 (network(own_x[chosen]) - own_y[chosen]).square().mean().backward()
                 optimizer.step()
             loss = (network(own_x) - own_y).square().mean()
-            # The measurement at the first step of the second task is of the weights after the first.
+            # The loss at the first step of the second task is of the weights after the first task.
             measured = curves.losses[1][0, 0, rate_index, number]
             torch.testing.assert_close(measured, loss.detach(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_step_on_a_later_task_is_by_the_regulariser_where_it_is_or_where_the_step_leads(lookahead: bool) -> None:
-    """Against one hypernetwork's own parameters, whose emitted weights are held to those of an earlier embedding."""
+def test_a_step_on_a_later_task_has_the_regulariser_before_or_after_the_step(lookahead: bool) -> None:
+    """Compared with autograd on one hypernetwork, regularised towards the weights of an earlier embedding."""
     settings = study.Settings(["kaiming_out"], lookahead=lookahead, beta=0.3)
     whole, rate = study.network("kaiming_out", 3).double(), 0.05
     stack = study.Stack([whole])
@@ -68,13 +68,13 @@ def test_a_step_on_a_later_task_is_by_the_regulariser_where_it_is_or_where_the_s
     def loss(given: list[torch.Tensor], e: torch.Tensor) -> torch.Tensor:
         return (stack.predict(stack.emit(e, given), x) - y).square().mean()
 
-    def held(given: list[torch.Tensor]) -> torch.Tensor:
+    def regulariser(given: list[torch.Tensor]) -> torch.Tensor:
         return 0.3 * (stack.emit(old, given) - target).square().sum()
 
     own = [tensor.requires_grad_(True) for tensor in (*start, embedded)]
     of_task = torch.autograd.grad(loss(own[:-1], own[-1]), own)
     at = [(w - rate * g if lookahead else w).detach().requires_grad_(True) for w, g in zip(own, of_task, strict=True)]
-    of_old = torch.autograd.grad(held(at[:-1]), at[:-1])
+    of_old = torch.autograd.grad(regulariser(at[:-1]), at[:-1])
     for tensor, w, g, h in zip(weights, start, of_task, of_old, strict=False):
         torch.testing.assert_close(tensor, (w - rate * (g + h)).detach())
     torch.testing.assert_close(moved, (embedded - rate * of_task[-1]).detach())
@@ -90,7 +90,7 @@ def test_the_regulariser_keeps_earlier_tasks() -> None:
     assert left[0.5] < 0.5 * left[0.0]
 
 
-def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_run_writes_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: Path) -> None:
     cli.done(
         *("experiment=papers/hyperfan_continual_regression", "experiment_function.steps=4"),
         "experiment_function.measure_every=2",
@@ -98,7 +98,7 @@ def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: 
         "hydra.run.dir=run",
         cwd=tmp_path,
     )
-    rows = list(csv.DictReader((tmp_path / "run" / "losses.csv").read_text().splitlines()))
+    rows = table(tmp_path / "run" / "losses.csv")
     assert [int(row["step"]) for row in rows[:7]] == [0, 2, 4, 6, 8, 10, 12]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [row["initialisation"] for row in summary["rows"]] == ["hyperfan_in", "kaiming_in"]
@@ -107,7 +107,7 @@ def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: 
     assert json.loads((tmp_path / "run" / "provenance.json").read_text())["command"].startswith("python -m growlab")
 
 
-def test_losses_of_each_seed_are_those_behind_the_means() -> None:
+def test_losses_by_seed_agree_with_the_means() -> None:
     settings = study.Settings(["hyperfan_in"], [1e-3], num_seeds=2, steps=4, measure_every=2)
     curves = study.train(settings, seed=0)
     (row,) = study.summarise(settings, curves)
@@ -116,13 +116,13 @@ def test_losses_of_each_seed_are_those_behind_the_means() -> None:
     assert means["first_loss"] == pytest.approx(losses[0, 0].tolist(), rel=1e-3)
     ends = torch.stack([losses[2, 0], losses[4, 1], losses[6, 2]]).mean(0)
     assert means["loss_when_learnt"] == pytest.approx(ends.tolist(), rel=1e-3)
-    # The first measurement of a task is of weights that know nothing of it; the last one of all is of its end.
+    # The first loss of a task is before its training; the last loss of all is at the end of the last task.
     within = torch.stack([losses[1, 0], losses[3, 1], losses[5, 2], losses[6, 2]]).mean(0)
     assert means["loss_while_learnt"] == pytest.approx(within.tolist(), rel=1e-3)
     assert sum(means["final_loss"]) / 2 == pytest.approx(row["final_loss"], rel=1e-3)
 
 
-def test_the_figure_picks_out_four_that_trained() -> None:
+def test_the_figure_shows_four_initialisations_that_trained() -> None:
     losses = {"hyperfan_in": 0.3, "kaiming_in": None, "xavier_in": 0.2, "xavier_out": 0.1, "kaiming_out": 0.5}
     rows = [{"initialisation": name, "loss_when_learnt": [loss] * 3} for name, loss in losses.items()]
     rows.append({"initialisation": "last", "loss_when_learnt": [0.4] * 3})

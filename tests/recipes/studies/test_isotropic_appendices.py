@@ -1,7 +1,6 @@
-"""The study of the appendices on small networks: its tables and its networks."""
+"""The study of the appendices on small networks."""
 
 import copy
-import csv
 import json
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 
 from growlab.parts.isotropic import IsotropicActivation, isotropic_mlp
 from growlab.recipes.papers.studies import isotropic_appendices as study
-from tests.command_line import CommandLine
+from tests.whole_runs import table
 
 SMALL = (
     *("experiment=papers/isotropic_appendices", "experiment_function.width=12", "experiment_function.epochs=2"),
@@ -21,25 +20,17 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("appendices")
-    outcome = cli.done(*SMALL, "hydra.run.dir=run", cwd=folder)
-    assert json.loads(outcome.out) == json.loads((folder / "run" / "summary.json").read_text())
-    return folder / "run"
-
-
 @pytest.mark.slow
-def test_vectors_of_one_length_have_one_gain_and_still_tell_rings_apart(folder: Path) -> None:
+def test_vectors_of_one_length_have_one_gain_and_rings_are_classified(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["num_networks"] == 1
     assert summary["gain_spread"]["rings, shell"] < 1e-12 < 0.01 < summary["gain_spread"]["rings, plain"]
     assert summary["accuracy"]["rings, shell"] > 0.95 and summary["not_affine"]["rings, shell"] > 0.5
-    # Without biases f(-x) = -f(x): opposite points of a ring cannot both be told.
+    # Without biases f(-x) = -f(x): opposite points of a ring cannot both be right.
     assert summary["accuracy"]["rings, shell without biases"] < 0.6
 
 
-def test_an_affine_network_is_found_to_be_one() -> None:
+def test_affine_networks_are_recognised() -> None:
     linear = torch.nn.Sequential(torch.nn.Linear(2, 4), IsotropicActivation(length=1e12), torch.nn.Linear(4, 2))
     x, labels = study._rings(torch.Generator().manual_seed(0))
     assert study._affinity(linear.double(), x, labels)["not_affine"] < 1e-9
@@ -50,7 +41,7 @@ def test_an_affine_network_is_found_to_be_one() -> None:
 
 
 @pytest.mark.slow
-def test_networks_begin_equal_and_part_but_for_columns_of_zeros(folder: Path) -> None:
+def test_equal_networks_diverge_except_with_new_columns_of_zeros(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert max(summary["difference_at_start"].values()) < 1e-12
     ends, moved = summary["difference_at_end"], summary["new_weights_at_end"]
@@ -59,7 +50,7 @@ def test_networks_begin_equal_and_part_but_for_columns_of_zeros(folder: Path) ->
     assert all(moved[name] > 0 for name in ("orthogonal", "copy", "random", "small"))
 
 
-def test_a_product_computes_what_its_layer_does() -> None:
+def test_a_factored_layer_computes_the_same() -> None:
     torch.manual_seed(0)
     network = isotropic_mlp((1, 2, 3), 3, 8, 2).double()
     x = torch.randn(7, 1, 2, 3, dtype=torch.float64)
@@ -71,7 +62,7 @@ def test_a_product_computes_what_its_layer_does() -> None:
     assert torch.allclose(gram, torch.diag(gram.diagonal()), atol=1e-12)
 
 
-def test_a_gradient_step_on_a_product_departs_as_equation_50_says() -> None:
+def test_a_gradient_step_on_a_factored_layer_is_by_equation_50() -> None:
     """To first order in the rate: A B x moves by -eta (g B^T B x . x + A A^T g x . x), W x by -eta g x . x."""
     torch.manual_seed(0)
     network = isotropic_mlp((1, 1, 4), 2, 3, 1).double()
@@ -96,10 +87,7 @@ def test_a_gradient_step_on_a_product_departs_as_equation_50_says() -> None:
 @pytest.mark.slow
 def test_every_table_is_written(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
-    counts = {
-        name: len(list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines())))
-        for name in ("collapse", "divergence", "directions", "lengths")
-    }
+    counts = {name: len(table(folder / f"{name}.csv")) for name in ("collapse", "divergence", "directions", "lengths")}
     assert counts == {"collapse": 8, "divergence": 6 * 4, "directions": 4, "lengths": 4}
     errors = summary["removal_error"]
     assert errors["forward, 1"] < errors["forward, 6"] and errors["backward, 1"] < errors["backward, 6"]
@@ -108,7 +96,7 @@ def test_every_table_is_written(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_panel_has_its_legend_and_the_figure_says_n(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_has_legends_and_the_number_of_seeds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(study.style, "save", lambda figure, path: drawn.append(figure) or path)
     study.draw(folder)

@@ -1,4 +1,4 @@
-"""A little language, and fairseq, without which these tests are skipped."""
+"""A small artificial language; tests are skipped without fairseq."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ def fairseq():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text: sentences word for word, the second language from back to front."""
+    """Raw text: sentences translated word by word, in reverse order."""
     path, draw = tmp_path_factory.mktemp("pairs"), random.Random(0)
     for split, number in (("train", 300), ("val", 20), ("test", 30)):
         german = [draw.choices(list(WORDS), k=draw.randint(2, 7)) for _ in range(number)]

@@ -1,4 +1,4 @@
-"""Cost of growing the Transformer of IWSLT'14, without training: the counts in its experiment's header."""
+"""Cost of growing the Transformer on IWSLT'14, without training."""
 
 import hydra
 import pytest
@@ -16,7 +16,7 @@ NUM_TOKENS, LENGTH = 10_000, 25
 
 
 @pytest.mark.slow
-def test_the_cost_is_the_headers() -> None:
+def test_costs_in_the_header_of_the_experiment() -> None:
     cfg = composed([f"experiment={EXPERIMENT}", "model.share_embeddings=all"])
     schedule = make_schedule(
         cfg.schedule.total_epochs,
@@ -43,5 +43,5 @@ def test_the_cost_is_the_headers() -> None:
     for counts in (flops, grown, [*flops[1:], flops[-1]]):
         percent = train_cost_percent(schedule.epochs, counts, counts[-1], schedule.total_epochs)
         assert f"{percent:.2f} %" in header, percent
-    # The mean of four equal stages, by hand.
+    # The last one by hand, with four equal stages.
     assert percent == pytest.approx(100 * (flops[1] + flops[2] + 2 * flops[3]) / (4 * full))

@@ -1,4 +1,4 @@
-"""Sentence pairs: prepared once from raw text, or as fairseq-preprocess left them."""
+"""Sentence pairs: prepared once from raw text, or in fairseq-preprocess's format."""
 
 import gzip
 import shutil
@@ -11,7 +11,7 @@ from growlab.recipes.translation.data import TranslationData
 from growlab.recipes.translation.sentence_pairs import Preparation, SentencePiece, SubwordNMT, open_pairs
 
 
-def test_raw_text_comes_back(data, folder):
+def test_batches_decode_to_the_raw_text(data, folder):
     for split, name in (("val", "val"), ("test", "test")):
         assert data.references(split) == (folder / f"{name}.en").read_text().splitlines()
     positions = data.evaluation("test").plan.batches()
@@ -22,7 +22,7 @@ def test_raw_text_comes_back(data, folder):
     assert (data.num_train, data.num_val, data.num_test) == (300, 20, 30)
 
 
-def test_a_binarised_folder_is_taken_as_it_is(data):
+def test_a_binarised_folder_is_used_directly(data):
     again = TranslationData("tiny", str(data.pairs.folder), batch_tokens=100)
     again.setup()
     assert again.pairs.folder == data.pairs.folder
@@ -31,7 +31,7 @@ def test_a_binarised_folder_is_taken_as_it_is(data):
         assert all(a.equal(b) for a, b in zip(mine, other, strict=True))
 
 
-def test_gzipped_text_and_new_text_are_prepared_again(data, folder, tmp_path):
+def test_gzipped_text_is_prepared_separately(data, folder, tmp_path):
     packed = tmp_path / "packed"
     packed.mkdir()
     for path in folder.iterdir():
@@ -55,13 +55,13 @@ def test_missing_files_are_named(folder, tmp_path):
         open_pairs(torn, "tiny", preparation)
 
 
-def test_arguments_that_cannot_be(folder):
+def test_invalid_arguments_are_refused(folder):
     for wrong, sentence in (({"batch_sentences": 8}, "give one of"), ({"max_length": 0}, "must be at least 1")):
         with pytest.raises((UserError, ValueError), match=sentence):
             TranslationData("tiny", str(folder), **wrong)
 
 
-def test_subwords_are_put_together_again(tmp_path: Path, folder: Path):
+def test_subwords_decode_to_the_text(tmp_path: Path, folder: Path):
     lines = (folder / "train.de").read_text().splitlines()
     SentencePiece.learn(tmp_path, lines, 40)
     pieces = SentencePiece(tmp_path)

@@ -1,4 +1,4 @@
-"""fairseq's Transformer in plain form: what it computes, which widths it has, and that growing keeps the function."""
+"""fairseq's Transformer in plain form: equal outputs, padding, and exact growth."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def network(**changed) -> FairseqTransformer:
     sizes = {"embedding_features": 16, "features": 24, "hidden_features": 32, "num_heads": 4}
     layers = {"encoder_layers": 2, "decoder_layers": 2, "dropout": 0.1}
     made = FairseqTransformer(40, 40, True, 1, **{**sizes, **layers, **changed}).double()
-    # Biases begin at 0 and would hide mistakes.
+    # Biases of 0 would hide mistakes.
     for parameter in made.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
@@ -33,11 +33,11 @@ def sentences() -> tuple[Tensor, Tensor]:
     return source, previous
 
 
-# fairseq's own masks.
+# Caused by fairseq's masks.
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("normalize_before", [False, True])
 @pytest.mark.parametrize("share", ["none", "all"])
-def test_a_checkpoint_is_fairseqs_own_transformer(share, normalize_before):
+def test_fairseq_loads_the_checkpoint_with_equal_outputs(share, normalize_before):
     net = network(share_embeddings=share, normalize_before=normalize_before).eval()
     source, previous = sentences()
     dictionary = fairseq_module("fairseq.data").Dictionary()
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_fairseqs_own_transformer(share, normalize_before):
     model = fairseq_module("fairseq.models").build_model(Namespace(**saved["cfg"]["model"]), task)
     model.load_state_dict(saved["model"], strict=True)
     model = model.double().eval()
-    # fairseq fills up sources on the left.
+    # fairseq pads sources on the left.
     left = torch.stack([torch.cat([row[row.eq(1)], row[row.ne(1)]]) for row in source])
     with torch.no_grad():
         expected, _ = model(left, None, previous)

@@ -1,6 +1,5 @@
-"""A run of sentence pairs that is killed resumes bit for bit; two processes train as one does."""
+"""Runs on sentence pairs resume exactly on two processes, which train as one does."""
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from growlab.lab.training.checkpoints import LAST
 from growlab.recipes.translation.data import TranslationData
 from tests.command_line import CommandLine
 from tests.recipes.translation.test_run import SMALL
-from tests.whole_runs import Left
+from tests.whole_runs import Left, read_results
 
 # Two epochs of 5 steps, one at half width and one at full width, with dropout.
 SHORT = (
@@ -25,11 +24,11 @@ def arguments(data: TranslationData, *more: str) -> tuple[str, ...]:
     return (*SHORT, f"data.root={data.pairs.folder}", *more)
 
 
-@pytest.mark.slow  # test_processes.py has the same of images
+@pytest.mark.slow  # test_processes.py tests the same with images
 def test_two_processes_resume_in_the_middle_of_an_epoch(
     cli: CommandLine, uninterrupted: Callable[..., Left], data: TranslationData, tmp_path: Path
 ) -> None:
-    """Each with its own share of the sentences, and its own random numbers for dropout."""
+    """Ranks have different sentences and random numbers for dropout."""
     two = arguments(data, "trainer=ddp_cpu")
     whole = uninterrupted(*two)
     command = (*two, "hydra.run.dir=run", "checkpoint.every_n_steps=1")
@@ -44,11 +43,11 @@ def test_two_processes_resume_in_the_middle_of_an_epoch(
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(cli: CommandLine, data: TranslationData, tmp_path: Path) -> None:
-    """Sentences of different lengths: every token weighs the same, on whichever rank it is."""
+    """All tokens have the same weight, although ranks have different numbers of them."""
     results, precise = {}, ("model.dropout=0", "trainer.precision=64-true")
     for name, more in (("one", ()), ("two", ("trainer=ddp_cpu",))):
         cli.done(*arguments(data, *precise, f"hydra.run.dir={name}", *more), cwd=tmp_path)
-        results[name] = json.loads((tmp_path / name / "results.json").read_text())
+        results[name] = read_results(tmp_path / name)
     assert results["two"]["world_size"] == 2
     for key in ("train_loss", "test_loss", "test_perplexity"):
         assert results["two"][key] == pytest.approx(results["one"][key], rel=1e-6)

@@ -1,6 +1,5 @@
-"""A whole run: BLEU while it trains and at its end, and the same BLEU from fairseq's own generate."""
+"""A run: BLEU during and after training, and the same BLEU from fairseq-generate."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 
 from growlab.recipes.translation.sentence_pairs import extra_module
 from tests.command_line import CommandLine
+from tests.whole_runs import read_results, table
 
 SMALL = (
     *("experiment=transformer_multi30k", "trainer.accelerator=cpu", "num_threads=1", "data.subwords=none"),
@@ -29,40 +29,39 @@ def run(cli: CommandLine, folder: Path, tmp_path_factory: pytest.TempPathFactory
     return path
 
 
-def test_a_run_reports_bleu_and_how_it_was_counted(run: Path):
-    results = json.loads((run / "run/results.json").read_text())
+def test_a_run_reports_bleu_with_its_signature(run: Path):
+    results = read_results(run / "run")
     assert 0 <= results["test_bleu"] <= 100 and 0 <= results["test_tokenised_bleu"] <= 100
     assert "tok:13a" in results["test_bleu_signature"] and "version:" in results["test_bleu_signature"]
     assert "tok:none" in results["test_tokenised_bleu_signature"]
     assert results["test_perplexity"] > 1 and results["parity_max_error"] < 1e-4
-    header, *rows = [line.split(",") for line in (run / "run/metrics.csv").read_text().splitlines()]
-    bleu = [row[header.index("val_bleu")] for row in rows]
+    bleu = [row["val_bleu"] for row in table(run / "run/metrics.csv")]
     assert [bool(cell) for cell in bleu] == [False, True, False, True]
-    # The little language is learned better than by chance: after growing, too.
+    # Better than by chance, after growing.
     assert float(bleu[-1]) > 5
 
 
-def test_the_translations_can_be_read(run: Path, folder: Path):
+def test_translations_are_written_with_their_sources_and_references(run: Path, folder: Path):
     header, *rows = [line.split("\t") for line in (run / "run/translations.tsv").read_text().splitlines()]
     assert header == ["source", "reference", "translation"]
     sources, references, found = map(list, zip(*rows, strict=True))
     assert sources == (folder / "test.de").read_text().splitlines()
     assert references == (folder / "test.en").read_text().splitlines()
-    score = json.loads((run / "run/results.json").read_text())["test_bleu"]
+    score = read_results(run / "run")["test_bleu"]
     assert extra_module("sacrebleu").corpus_bleu(found, [references]).score == pytest.approx(score)
 
 
 @pytest.mark.slow
-def test_fairseq_generate_finds_the_same(run: Path, folder: Path):
-    """The checkpoint is plain fairseq's, so are data, search and words: hypotheses are the same."""
+def test_fairseq_generate_gives_the_same_translations(run: Path, folder: Path):
+    """From the checkpoint and data in fairseq's format."""
     (prepared,) = (run / "cache/growlab/translation").glob("*/growlab.json")
     arguments = (
         *(str(prepared.parent), "--path", "run/fairseq.pt", "--gen-subset", "test", "--beam", "5", "--cpu"),
         *("--max-len-a", "1.2", "--max-len-b", "10", "--source-lang", "de", "--target-lang", "en"),
-        # Else this fork leaves out a last batch that is no multiple of 8.
+        # By default this fork omits a last batch that is no multiple of 8.
         *("--scoring", "sacrebleu", "--required-batch-size-multiple", "1"),
     )
-    # A process of its own: its use of Hydra does not go with growlab's.
+    # In a new process, since its use of Hydra conflicts with growlab's.
     command = "from fairseq_cli.generate import cli_main; cli_main()"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", command, *arguments],
@@ -83,6 +82,6 @@ def test_fairseq_generate_finds_the_same(run: Path, folder: Path):
     assert sorted(found) == list(range(len(references)))
     metric = extra_module("sacrebleu.metrics").BLEU()
     score = metric.corpus_score([found[index] for index in sorted(found)], [references]).score
-    results = json.loads((run / "run/results.json").read_text())
+    results = read_results(run / "run")
     assert score == pytest.approx(results["test_bleu"], abs=1e-9)
     assert f"BLEU = {results['test_bleu']:.2f} " in done.stdout
