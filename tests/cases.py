@@ -609,10 +609,7 @@ def check_growth(
     *methods: GrowthMethod,
     limit: float = 1e-10,
 ) -> None:
-    """Check that copies of a network grow exactly, in two events, into the one that its class builds.
-
-    `limit`: tolerance for the network's own rounding.
-    """
+    """Assert that copies of a network grow exactly, up to rounding of `limit`, into the one that its class builds."""
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     for method in methods:
         whole, grown = copy.deepcopy(network).eval(), copy.deepcopy(network).eval()

@@ -40,17 +40,9 @@ def fault(draw: random.Random) -> tuple[Any, ...]:
 def chaos(
     cli: CommandLine, folder: Path, undisturbed: Left, kills: int, seed: int
 ) -> tuple[Counter[str], int, list[str]]:
-    """Kill and resume runs until the number of kills is reached or a run ends differently.
+    """Kill and resume runs until the number of kills is reached or a run differs, which then stays in the folder.
 
-    Args:
-        cli: the command line.
-        folder: empty; a run that ends differently is left there.
-        undisturbed: results of the same run without kills.
-        kills: number of kills.
-        seed: determines the faults; the effect of `after` also depends on the machine's speed.
-
-    Returns:
-        Number of kills by kind and moment, number of runs, and all differences found.
+    Returns the number of kills by kind and moment, the number of runs, and all differences from the undisturbed run.
     """
     command = (*MLP, STEPWISE)
     draw, struck, runs = random.Random(seed), Counter[str](), 0

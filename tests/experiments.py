@@ -93,18 +93,13 @@ def write_fake_images(root: Path, num_train: int = 20) -> Path:
 
 def two_steps(experiment: str, images: Path) -> tuple[str, ...]:
     """Overrides that shorten an experiment to two steps and change nothing else."""
-    schedule = (
-        "schedule.budget=null",
-        "schedule.epochs=[1,1]",
-        "schedule.widths=[0.25,1]",
-        "schedule.batch_sizes=null",
-    )
+    stages = ("schedule.budget=null", "schedule.epochs=[1,1]", "schedule.widths=[0.25,1]", "schedule.batch_sizes=null")
     on_demand = "isotropic" in experiment and experiment != "papers/isotropic_depth"
     data = (f"data.root={images}", "data.download=false", "data.num_workers=0", "data.limit_test=4")
     return (
         f"experiment={experiment}",
         *_OTHER_DATA.get(experiment, data),
-        *(("schedule.total_epochs=2", "growth.first=1") if on_demand else schedule),
+        *(("schedule.total_epochs=2", "growth.first=1") if on_demand else stages),
         *("trainer.limit_train_batches=1", "trainer.accelerator=cpu", "data.batch_size=4"),
         *("probe_size=2", "batch_norm_samples=4"),
         *_NARROWER.get(experiment, ()),

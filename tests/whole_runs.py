@@ -52,14 +52,8 @@ def mlp3(image_shape: Sequence[int], num_classes: int, width: int = 12, batch_no
 
 def dropout_mlp(image_shape: Sequence[int], num_classes: int) -> nn.Module:
     """MLP with dropout, which draws random numbers."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(torch.Size(image_shape).numel(), 12),
-        nn.BatchNorm1d(12),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Linear(12, num_classes),
-    )
+    hidden = (nn.Linear(torch.Size(image_shape).numel(), 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3))
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(12, num_classes))
 
 
 def plain_mlp(image_shape: Sequence[int], num_classes: int, batch_norm: bool = False) -> nn.Module:
@@ -68,11 +62,6 @@ def plain_mlp(image_shape: Sequence[int], num_classes: int, batch_norm: bool = F
     for inputs in (torch.Size(image_shape).numel(), 8):
         layers += [nn.Linear(inputs, 8), *([nn.BatchNorm1d(8)] if batch_norm else []), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
-
-
-def spatial(image_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """Network without pooling, with outputs [batch, classes, height, width]."""
-    return nn.Sequential(nn.Conv2d(image_shape[0], 8, 3), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
 
 
 def smooth(image_shape: Sequence[int], num_classes: int) -> nn.Module:
