@@ -68,7 +68,7 @@ def test_a_verdict_follows_from_the_interval(tmp_path: Path, first, second, verd
 
 
 def test_equality_is_a_margin_around_the_published_difference(tmp_path: Path) -> None:
-    """The published difference is +0.93; an interval of 0 to 2 is within 2 points of it, but not within 0.5."""
+    """The published difference is +0.93; 0.4 to 1.6 is within 2 points of it, but not within 0.5."""
     scores(tmp_path, [0.91, 0.92, 0.93], [0.9025, 0.91, 0.9175])
     named = {"expect": "equal", "published": ("resnet20", "Table 2: Ours", "Table 2: Net2Net")}
     found = [outcome(Check("x", "a_s*", "b_s*", margin=m, **named), tmp_path) for m in (2.0, 0.5, 0.05)]

@@ -97,7 +97,7 @@ def trained(way: str, width: int, seconds: float, seed: int, train: Any, test: A
 
 
 def augmented(x: Tensor) -> Tensor:
-    """Shift and mirror a batch at random, all images alike."""
+    """Shift and mirror a batch at random, in the same way for all images."""
     dy, dx, mirrored = torch.randint(9, (3,)).tolist()
     x = F.pad(x, (4, 4, 4, 4))[:, :, dy : dy + 32, dx : dx + 32]
     return x.flip(3) if mirrored % 2 else x
