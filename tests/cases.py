@@ -594,6 +594,34 @@ class Growing:
         return outputs(self.network, self.x[0] if x is None else x, training)
 
 
+def train(
+    network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor | None = None, steps: int = 1
+) -> None:
+    """Take steps on one batch: cross-entropy with the classes `y`, or else the mean squared distance from 1."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = network(x)
+        loss = (output - 1).square().mean() if y is None else F.cross_entropy(output, y)
+        loss.backward()
+        optimizer.step()
+
+
+def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that only one of them has, or that are not equal bit for bit."""
+    names = sorted(one.keys() | other.keys())
+    return [name for name in names if name not in one or name not in other or not torch.equal(one[name], other[name])]
+
+
+def same_parameters(one: nn.Module, other: nn.Module) -> bool:
+    """True if two networks have bit for bit the same parameters, by position."""
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def tracked(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Identities of the parameters in all groups, in order."""
+    return [id(p) for group in optimizer.param_groups for p in group["params"]]
+
+
 def planted(
     name: str, method: GrowthMethod, part: float = 0.5, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Growing:

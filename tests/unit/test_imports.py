@@ -65,8 +65,8 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno}: a relative import"
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield node.lineno, whole if whole in MODULES else str(node.module)
+                name = f"{node.module}.{alias.name}"
+                yield node.lineno, name if name in MODULES else str(node.module)
 
 
 def violations(tree: ast.Module, module: str) -> list[str]:

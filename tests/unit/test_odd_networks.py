@@ -14,18 +14,18 @@ from growlab.growth import GrowthEvent, VarianceTransfer
 from growlab.growth.outputs import without_side_effects
 from growlab.optim import SGD
 from growlab.widths import WidthGraph
-from tests.cases import roughen
+from tests.cases import roughen, tracked
 from tests.odd_networks import ODD_NETWORKS
 
 STAGES = {0: 1 / 3, 1: 1 / 2, 2: 1.0}
 STEPS = 2
 GAIN = 2.0
-# Deviations of a sample variance that a test may be off by.
+# Tolerance of sample variances, in standard deviations.
 SIGMAS = 4.0
 
 
 def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Outputs in eval and in train mode, there with the means of random draws."""
+    """Outputs in eval mode, and in train mode with random draws replaced by their means."""
     found = []
     for training in (False, True):
         with without_side_effects(network) as draws:
@@ -35,7 +35,7 @@ def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def gradients(network: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Of one loss in eval mode, which are left with the parameters too."""
+    """Gradients of a loss in eval mode, by name; the parameters keep them too."""
     network.zero_grad()
     with without_side_effects(network), torch.enable_grad():
         outputs = [out for out in tree_leaves(network.eval()(*inputs)) if out.is_floating_point()]
@@ -48,9 +48,9 @@ def gradients(network: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tenso
 
 
 def check_carried(network: nn.Module, graph: WidthGraph, inputs: tuple[Tensor, ...]) -> None:
-    """Assert that carried accumulated gradients equal the grown network's own, where events define them.
+    """Check that carried accumulated gradients equal the grown network's own, except in new channels.
 
-    Those of v in a weight g v / |v| may differ along the old part of v.
+    Gradients of v in a weight g v / |v| may differ along the old part of v.
     """
     carried = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
     for name, now in gradients(network, inputs).items():
@@ -69,7 +69,7 @@ def error(before: list[Tensor], after: list[Tensor]) -> float:
 
 
 def train(network: nn.Module, optimizer: Optimizer, inputs: tuple[Tensor, ...]) -> list[float]:
-    """Train for some steps and return the loss before and after each, with the means of what the network draws."""
+    """Train for some steps; return the loss before and after each, with random draws replaced by their means."""
     network.train()
     losses = []
     for step in range(STEPS + 1):
@@ -84,10 +84,9 @@ def train(network: nn.Module, optimizer: Optimizer, inputs: tuple[Tensor, ...]) 
 
 
 def check_tracked(network: nn.Module, optimizer: Optimizer, moments: tuple[str, ...]) -> None:
-    """Each parameter is in the optimizer once and nothing else is; those that learn have moments of their shape."""
-    tracked = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(tracked) == sorted(id(p) for p in network.parameters())
-    assert {id(p) for p in optimizer.state} <= set(tracked)
+    """Check that the optimizer has each parameter once and no others, and moments of their shapes."""
+    assert sorted(tracked(optimizer)) == sorted(id(p) for p in network.parameters())
+    assert {id(p) for p in optimizer.state} <= set(tracked(optimizer))
     for name, parameter in network.named_parameters():
         if parameter.grad is not None:
             assert parameter.grad.shape == parameter.shape, name
@@ -119,15 +118,15 @@ def check_variances(
         )
         ratio = float((new[kept] * old).sum() / old.square().sum())
         assert torch.allclose(new[kept], ratio * old, rtol=1e-12, atol=0), layer.weight
-        wanted = fans[0] / fans[1] if last else math.sqrt(fans[0] / fans[1])
-        # The scale of v in a weight g v / |v| is arbitrary: there is nothing to transfer.
-        wanted = 1.0 if layer.weight in graph.weight_norms else wanted
-        assert ratio == pytest.approx(wanted, rel=1e-12), layer.weight
+        expected = fans[0] / fans[1] if last else math.sqrt(fans[0] / fans[1])
+        # The scale of v in a weight g v / |v| is arbitrary, so it is not rescaled.
+        expected = 1.0 if layer.weight in graph.weight_norms else expected
+        assert ratio == pytest.approx(expected, rel=1e-12), layer.weight
         rescaled = event.report.get("rescaled", {}).get(layer.weight, 1.0)
-        assert rescaled == pytest.approx(wanted, rel=1e-12), layer.weight
+        assert rescaled == pytest.approx(expected, rel=1e-12), layer.weight
         drawn = torch.ones_like(new, dtype=torch.bool)
         drawn[kept] = False
-        # A twin has its partner's values: each counts once. Zeros are outgoing weights of odd ones left over.
+        # Twins have equal values, which count once. Zeros are outgoing weights of channels without a twin.
         values = new[drawn].abs().unique()
         values = values[values > 0]
         variance = 1 / fans[1] ** 2 if last else GAIN * layer.variance_per_entry / fans[1]
@@ -138,7 +137,7 @@ def check_variances(
     return total, count
 
 
-# torch says so once of its own encoder, in whatever test that may be.
+# torch warns once about its own encoder, in whichever test comes first.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", ODD_NETWORKS)
 def test_grows_twice(name: str) -> None:

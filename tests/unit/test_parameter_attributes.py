@@ -15,7 +15,7 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.fl
 
 
 class Shape:
-    """As mup keeps it beside each parameter."""
+    """A parameter's shape at base width, as mup attaches it."""
 
     def __init__(self, base: int, width: int) -> None:
         self.base, self.width = base, width

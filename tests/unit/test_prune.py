@@ -15,7 +15,7 @@ from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of, small_model
 from growlab.widen.prune import RECEIPT, main
-from tests.cases import Around
+from tests.cases import Around, differing, train
 
 VISION = (
     *("resnet18", "mobilenet_v3_small", "convnext_tiny", "densenet121", "shufflenet_v2_x0_5"),
@@ -43,7 +43,7 @@ def plain() -> tuple[Any, Tensor]:
 
 
 def masked_output(network: Any, x: Tensor, kept: dict[str, Tensor]) -> Tensor:
-    """The masked network by hand: activations of removed channels are zero where the next layer reads them."""
+    """Output if activations of removed channels are zero in the inputs of the next layers."""
 
     def only(channels: Tensor, y: Tensor) -> Tensor:
         mask = torch.zeros(y.shape[1], dtype=y.dtype).index_fill_(0, channels, 1.0)
@@ -58,14 +58,14 @@ def masked_output(network: Any, x: Tensor, kept: dict[str, Tensor]) -> Tensor:
 def test_a_pruned_network_computes_what_the_masked_one_does() -> None:
     network, x = plain()
     graph = trace(network, x)
-    whole = copy.deepcopy(network)
+    full = copy.deepcopy(network)
     kept = prune(network, graph, {"first": [6, 1, 2], "second": 4, "third": 0.5}, example=x)
     assert {group: len(channels) for group, channels in kept.items()} == {"first": 3, "second": 4, "third": 5}
     assert kept["first"].tolist() == [1, 2, 6]
-    assert torch.allclose(network.eval()(x), masked_output(whole, x, kept), rtol=1e-12)
+    assert torch.allclose(network.eval()(x), masked_output(full, x, kept), rtol=1e-12)
     assert (network.first.out_channels, network.norm.num_features, network.last.in_features) == (3, 3, 5)
     # The channels with the largest weights that produce and consume them are kept.
-    sizes = whole.third.weight.abs().sum(1) + whole.last.weight.abs().sum(0)
+    sizes = full.third.weight.abs().sum(1) + full.last.weight.abs().sum(0)
     assert kept["third"].tolist() == sizes.topk(5).indices.sort().values.tolist()
 
 
@@ -75,10 +75,7 @@ def test_optimizer_state_of_kept_channels_is_kept(make: Any) -> None:
     graph = trace(network, x)
     settings = {"momentum": 0.9} if make is torch.optim.SGD else {}
     optimizer = make(network.parameters(), lr=0.01, **settings)
-    for _ in range(3):
-        optimizer.zero_grad()
-        network(x).square().mean().backward()
-        optimizer.step()
+    train(network, optimizer, x, steps=3)
     moments = ["momentum_buffer"] if make is torch.optim.SGD else ["exp_avg", "exp_avg_sq"]
     before = {key: optimizer.state[network.third.weight][key].clone() for key in moments}
     group = optimizer.param_groups[0]
@@ -90,8 +87,7 @@ def test_optimizer_state_of_kept_channels_is_kept(make: Any) -> None:
     assert optimizer.param_groups[0] is group
     assert {id(p) for p in group["params"]} == {id(p) for p in network.parameters()}
     weights = network.third.weight.detach().clone()
-    network(x).square().mean().backward()
-    optimizer.step()
+    train(network, optimizer, x)
     assert not torch.equal(weights, network.third.weight)
 
 
@@ -159,11 +155,11 @@ def test_prune_rejects_invalid_arguments(keep: Any, score: Any, message: str) ->
     with pytest.raises(UserError) as error:
         prune(network, trace(network, x), keep, score)
     assert message in str(error.value)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())
+    assert not differing(state, network.state_dict())
 
 
 @pytest.mark.parametrize("keep", [np.int64(3), np.float32(0.375)])
-def test_numbers_of_numpy_count_as_pythons(keep: Any) -> None:
+def test_numbers_of_numpy_are_accepted(keep: Any) -> None:
     network, x = plain()
     assert len(prune(network, trace(network, x), {"first": keep})["first"]) == 3
 
@@ -172,19 +168,19 @@ def test_numbers_of_numpy_count_as_pythons(keep: Any) -> None:
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*VISION, *TEXT)]
 )
 def test_networks_of_libraries_are_pruned_exactly(name: str) -> None:
-    """Half of every group: `prune` itself compares with the masked network, to 2e-13 of the output."""
+    """Keep half of every group; `prune` itself compares with the masked network, to 2e-13 of the output."""
     torch.manual_seed(0)
     if name in TEXT:
         network, x, *_ = small_model(name)
     else:
         size = 224 if name == "vit_b_16" else 64
         torchvision = pytest.importorskip("torchvision")
-        # Anything else is slow, and warned of.
+        # Other initialisation is slow and causes a warning.
         given = {"init_weights": False} if name == "googlenet" else {}
         network, x = torchvision.models.get_model(name, weights=None, **given), (torch.randn(2, 3, size, size),)
     network = network.double().eval()
     with torch.no_grad():
-        # A head of zeros would hide what is before it.
+        # A head of zeros would hide errors in the layers before it.
         for parameter in network.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     example = tuple(one.double() if one.is_floating_point() else one for one in x)

@@ -1,4 +1,4 @@
-"""All ways in which a forward can keep something, and that looking at a network undoes each of them."""
+"""All ways in which a forward can keep state, each of which growlab undoes after observing a network."""
 
 import random
 import threading
@@ -56,7 +56,7 @@ class Slotted:
 
 
 class Registry:
-    """Holds what no network has an object of."""
+    """A class of which no network has an instance."""
 
     table: Any = None
 
@@ -81,7 +81,7 @@ def counter() -> Callable[[], int]:
 
 
 class Keeper(nn.Module):
-    """A place for something to be kept in."""
+    """A module with places for state of all kinds."""
 
     shadowed: Any = None
     of_class = 0
@@ -142,7 +142,7 @@ def backward(m: Keeper, x: Tensor) -> None:
         (m.trained.sum() * 2).backward()
 
 
-# What keeps something, and what it changes.
+# A function that keeps state, and one that reads the state.
 WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]] = {
     "an attribute": (lambda m, x: setattr(m, "calls", m.calls + 1), lambda m: m.calls),
     "a new attribute": (lambda m, x: setattr(m, "new", x.sum()), lambda m: "new" in vars(m)),
@@ -229,7 +229,7 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
 
 
 class Keeping(nn.Module):
-    """Keeps something in each forward in some ways, each in a submodule of its own."""
+    """Keeps state in each forward in several ways, each in a separate submodule."""
 
     def __init__(self, ways: list[str], fails: bool = False) -> None:
         super().__init__()
@@ -264,13 +264,13 @@ def test_state_that_a_forward_keeps_is_restored(way: str) -> None:
             finally:
                 assert network.kept() != before
         assert network.kept() == before
-    # Without it, it is kept.
+    # Without `unchanged`, the state is kept.
     with torch.no_grad():
         network.keep(X)
     assert network.kept() != before
 
 
-# What torch.export cannot follow, or what grows itself.
+# Not possible in torch.export, or changed by growth itself.
 NOT_TRACED = {
     *("a buffer through data", "a buffer through numpy", "several parameters at once", "a tensor that is resized"),
     *("a buffer", "another buffer", "a parameter", "a parameter through data"),
@@ -319,7 +319,7 @@ def test_a_trace_or_event_that_fails_preserves_a_networks_state() -> None:
 
 
 class Caching(nn.Module):
-    """Multiplies channels that grow [B, T, C] by a tensor that a function keeps in it."""
+    """Multiplies growing channels [B, T, C] by a tensor that the function `kept` caches in the module."""
 
     done, started, kept, filled = False, False, None, 0
     tables_of_class: ClassVar[dict[int, Tensor]] = {}
@@ -343,7 +343,7 @@ def numbers(h: Tensor) -> Tensor:
 
 
 def in_table(m: Caching, h: Tensor) -> Tensor:
-    """Filled in place; notes how far."""
+    """A cache that is filled in place up to a recorded length."""
     if m.filled < h.shape[1]:
         m.table[: h.shape[1]] = numbers(h)
         m.filled = h.shape[1]
@@ -363,7 +363,7 @@ def assigned(m: Caching, h: Tensor) -> Tensor:
 
 
 def in_dictionary(m: Caching, h: Tensor) -> Tensor:
-    """By length, for all networks of its class."""
+    """A cache by length for all networks of the class."""
     if h.shape[1] not in m.tables_of_class:
         m.tables_of_class[h.shape[1]] = numbers(h)
     return m.tables_of_class[h.shape[1]]
@@ -436,7 +436,7 @@ def test_caches_of_channel_width_are_refilled_at_new_widths(kept: Callable[[Any,
 
 
 class Remembering(nn.Module):
-    """State of earlier forwards, as wide as the channels: a running mean, or a recurrent layer's."""
+    """State of earlier forwards with as many channels: a running mean, or states of a recurrent layer."""
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
@@ -494,8 +494,8 @@ def test_a_snapshot_can_be_restored_twice() -> None:
         assert network.kept() == before
 
 
-def test_torch_export_is_kept_from_noting_buffers_that_a_forward_registers() -> None:
-    """The hooks have no public name: without them `Registered` would end in an error, or in a wrong program."""
+def test_torch_has_the_private_hooks_by_which_export_records_new_buffers() -> None:
+    """growlab removes them during an export; otherwise networks that register buffers would fail or be wrong."""
     assert isinstance(torch.nn.modules.module._global_buffer_registration_hooks, dict)
 
 

@@ -89,7 +89,7 @@ def growth(network: str | None = None, **settings: Any) -> Growth:
 
 
 class Save(L.Callback):
-    """Checkpoints after every step and every epoch: a run that is killed there leaves nothing else behind."""
+    """Save a checkpoint after every step and every epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths = folder, list[Path]()
@@ -119,7 +119,7 @@ def fitted(
     ckpt_path: Any = None,
     **more: Any,
 ) -> L.Trainer:
-    """Return the trainer that has trained the module, from a checkpoint if one is given."""
+    """Train a module, from a checkpoint if one is given, and return the trainer."""
     trainer = trainer_of(folder, *callbacks, **more)
     trainer.fit(module, Loader() if data is None else data, ckpt_path=ckpt_path)
     return trainer

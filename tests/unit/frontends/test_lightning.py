@@ -1,5 +1,6 @@
 """Lightning modules without growlab, trained with the callback."""
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from growlab.grower.triggers import At
 from growlab.growth import make_schedule
 from growlab.optim import SGD, NormRatio
 from growlab.parts import Averages
+from tests.cases import differing, same_parameters
 from tests.command_line import CommandLine, join, offer_port
 from tests.unit.frontends.lightning_runs import (
     EPOCHS,
@@ -37,7 +39,7 @@ from tests.unit.frontends.lightning_runs import (
     trainer_of,
 )
 
-# Checkpoints were written with a callback that saves, which resumed and evaluated runs go without.
+# Checkpoints were written by runs with the callback `Save`, which resumed and evaluated runs do not have.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
 
@@ -88,7 +90,7 @@ MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
 def test_a_resumed_run_equals_the_uninterrupted_one_and_ends_as_an_ordinary_module(kind: str, tmp_path: Path) -> None:
     module, growth = MODULES[kind]()
     save = Save(tmp_path)
-    wanted = outcome(fitted(tmp_path, module, growth, save))
+    expected = outcome(fitted(tmp_path, module, growth, save))
     assert [event.epoch for event in growth.grower.events] == [1, 3]
     assert len(save.paths) == EPOCHS * STEPS + EPOCHS
     network = growth.grower.network
@@ -98,9 +100,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_ends_as_an_ordinary_modu
     again = fresh.get_submodule("network" if kind == "automatic" else "generator")
     assert torch.equal(again.eval()(IMAGES), network.eval()(IMAGES))
     assert [p.shape for p in network.parameters()] == [p.shape for p in body().parameters()]
-    # Each kind is resumed from every third checkpoint, so that each moment beside an event is there for one of them.
+    # Resume each kind from every third checkpoint, so that together they cover each moment around an event.
     for path in save.paths[list(MODULES).index(kind) : -1 : 3]:
-        assert outcome(fitted(tmp_path, *MODULES[kind](), ckpt_path=path)) == wanted, path.name
+        assert outcome(fitted(tmp_path, *MODULES[kind](), ckpt_path=path)) == expected, path.name
 
 
 def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> No
     trainer.fit(module, Loader(), data)
     losses = {}
     for path in (tmp_path / f"epoch{epoch}.ckpt" for epoch in (0, 1, 3)):
-        # With the trainer that has trained, with a new one, and without any.
+        # With the trainer of the training, with a new one, and without Trainer.
         (first,) = trainer.validate(module, data, ckpt_path=path, verbose=False)
         fresh = Validated()
         (second,) = trainer_of(tmp_path, growth()).validate(fresh, data, ckpt_path=path, verbose=False)
@@ -121,12 +123,12 @@ def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> No
             (third,) = trainer_of(tmp_path).validate(loaded, data, verbose=False)
             assert third["val_loss"] == pytest.approx(second["val_loss"], rel=1e-4)
     assert len(set(losses.values())) == 3
-    # Evaluating leaves the weights of a module alone, and training goes on to grow it.
+    # Evaluation before training changes no weights, and the module still grows in training.
     module, callback = Validated(), growth()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    before = copy.deepcopy(module.state_dict())
     trainer = trainer_of(tmp_path, callback)
     trainer.validate(module, data, verbose=False)
-    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert not differing(before, module.state_dict())
     trainer.fit(module, Loader(), data)
     assert len(callback.grower.events) == 2
 
@@ -144,7 +146,7 @@ def test_precision_clipping_and_accumulation(settings: dict[str, Any], tmp_path:
     assert all(p.isfinite().all() for p in module.parameters())
 
 
-# Told by torch's compiler behind a graph break, which weighted statistics are.
+# torch's compiler warns after a graph break, which weighted statistics cause.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_network_grows(tmp_path: Path) -> None:
     module, plain = Plain(), Plain()
@@ -176,7 +178,7 @@ def test_batch_sizes_go_through_the_data_module(tmp_path: Path) -> None:
     checkpoint = tmp_path / "epoch1.ckpt"
     trainer = fitted(tmp_path, again, growth(trigger=schedule), data=resumed, ckpt_path=checkpoint, max_epochs=3)
     assert trainer.global_step == 15 and resumed.seen[-1] == 8
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+    assert same_parameters(again, module)
 
 
 def test_batch_sizes_by_steps_change_at_the_next_epoch_and_the_data_module_is_restored(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_batch_sizes_by_steps_change_at_the_next_epoch_and_the_data_module_is_re
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"trigger": At({0: 0.5, 1: 1.0}, unit="cost")}, "a trigger with unit='cost' would never grow"),
         ({"method": "mine"}, "method='mine' must be a growth method, .* or the name of one: bert2bert"),
@@ -199,8 +201,8 @@ def test_batch_sizes_by_steps_change_at_the_next_epoch_and_the_data_module_is_re
         ({"anneal_steps": -1}, "anneal_steps must be at least 0"),
     ],
 )
-def test_arguments_are_checked_as_they_are_given(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_arguments_are_checked_as_they_are_given(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         growth(**wrong)
 
 
@@ -310,9 +312,9 @@ def one_rank(rank: int, folder: Path) -> None:
         fitted(folder, module, callback, *callbacks, data=Loader(rank, 2), **settings, **more)
         return [p.tolist() for p in module.parameters()]
 
-    whole = parameters(Save(folder))
-    assert parameters(ckpt_path=folder / "step7.ckpt") == whole
-    (folder / f"{rank}.txt").write_text(repr(whole))
+    expected = parameters(Save(folder))
+    assert parameters(ckpt_path=folder / "step7.ckpt") == expected
+    (folder / f"{rank}.txt").write_text(repr(expected))
 
 
 def test_two_ranks_end_with_the_same_bits_and_resume(cli: CommandLine, tmp_path: Path) -> None:

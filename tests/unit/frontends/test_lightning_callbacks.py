@@ -68,9 +68,9 @@ def test_lightnings_averages_equal_those_of_the_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_a_run_with_an_average_resumes_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
-    wanted = outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), Save(tmp_path)))
+    expected = outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), Save(tmp_path)))
     checkpoint = tmp_path / ("epoch1.ckpt" if kind == "ema" else "epoch2.ckpt")
-    assert outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), ckpt_path=checkpoint)) == wanted
+    assert outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), ckpt_path=checkpoint)) == expected
 
 
 def test_an_average_made_before_the_seed_raises_an_error(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_checkpoints_contain_plain_weights(
 
     class Looking(Convolutions):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            """The network that the checkpoint is about, as it computes at this moment."""
+            """Record the outputs of the network that the checkpoint contains."""
             copy = others[0]._average_model.module if others and not weights_only else self
             with torch.no_grad():
                 seen.append(copy.network.eval()(IMAGES))
@@ -109,10 +109,10 @@ def test_checkpoints_contain_plain_weights(
         assert torch.allclose(stage.eval().network(IMAGES), seen[epoch], atol=1e-6), epoch
     if weights_only:
         return
-    # Something was left to multiply: else this would say nothing.
+    # Multipliers were left, without which this test would prove nothing.
     kept = torch.load(path, weights_only=True)["callbacks"][callback.state_key]["kept"][""]
     assert kept and any((kept[k] != t).any() for k, t in module.network.state_dict().items() if k in kept)
-    # Training goes on from it as if it had not been touched; where nothing is left to train, Lightning calls no hook.
+    # Training continues from the checkpoint unchanged; if no epoch is left, Lightning calls no hook.
     for epoch in (1, 3):
         again, averages = Convolutions(), [AVERAGES[average]()] if average else []
         checkpoint = tmp_path / f"epoch={epoch}.ckpt"
@@ -198,24 +198,24 @@ class WithTarget(Plain):
     def optimizer_step(self, *arguments: object, **settings: object) -> None:
         super().optimizer_step(*arguments, **settings)
         for mean, value in zip(self.target.parameters(), self.network.parameters(), strict=True):
-            # As `parts.Averages` begins: with the weights of the first step.
+            # Start with the weights of the first step, like `parts.Averages`.
             mean.data.lerp_(value.data, 0.3 if self.trainer.global_step else 1.0)
 
 
 def test_a_target_network_grows_with_the_online_network(tmp_path: Path) -> None:
-    """It equals the average of the part, which averages the same steps."""
+    """It equals the average of `parts.Averages` over the same steps."""
 
     def both() -> tuple[WithTarget, Any]:
         return WithTarget(), growth(("network", "target"), parts=[Averages(decay=0.7)])
 
     module, callback = both()
-    wanted = outcome(fitted(tmp_path, module, callback, Save(tmp_path)))
+    expected = outcome(fitted(tmp_path, module, callback, Save(tmp_path)))
     average = dict(callback.grower.parts[0].module.named_parameters())
     for name, parameter in module.target.named_parameters():
         assert torch.allclose(parameter, average[name], rtol=1e-5, atol=1e-6), name
     body().load_state_dict(module.target.state_dict(), strict=True)
     for name in ("epoch2.ckpt", "step4.ckpt"):
-        assert outcome(fitted(tmp_path, *both(), ckpt_path=tmp_path / name)) == wanted
+        assert outcome(fitted(tmp_path, *both(), ckpt_path=tmp_path / name)) == expected
     loaded = WithTarget.load_from_checkpoint(tmp_path / "epoch3.ckpt")
     for name, tensor in module.state_dict().items():
         assert torch.allclose(loaded.state_dict()[name], tensor, atol=1e-6), name
@@ -255,17 +255,16 @@ def test_a_missing_parameter_raises_an_error(tmp_path: Path) -> None:
 def test_training_too_short_for_growth_logs_a_warning_at_the_start(
     trigger: Any, lasts: dict[str, int], due: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The warning comes true."""
     callback = growth(trigger=trigger)
     with caplog.at_level(logging.WARNING):
         fitted(tmp_path, Plain(), callback, **lasts)
-    told = [r.message for r in caplog.records if "growth is due" in r.message]
+    warnings = [r.message for r in caplog.records if "growth is due" in r.message]
     assert len(callback.grower.events) == (due is None)
-    assert len(told) == (due is not None) and all(due in message for message in told)
+    assert len(warnings) == (due is not None) and all(due in message for message in warnings)
     assert ("has ended in stage 0 of 1" in caplog.text) == (due is not None)
 
 
-# Parts, and a method that holds weights in another way, where Lightning evaluates too -----------------------------
+# Evaluation with parts, and with a method that stores weights in another way --------------------------------------
 
 
 ORDER = [2, 0, 1]
@@ -311,7 +310,7 @@ def accuracy(module: Plain) -> float:
 
 
 def classes() -> Any:
-    # Under AdamW the default folds multipliers, which is no matter of classes.
+    # Keep multipliers, which the default would fold because of AdamW.
     method = VarianceTransfer(noise_std=1e-3, multipliers="keep")
     return growth(
         method=method, trigger={0: 0.5, 1: 1.0}, parts=[Classes(ORDER, lambda n: [2, 3] if n == 2 else [3] * n)]
@@ -321,15 +320,15 @@ def classes() -> Any:
 def test_the_order_of_classes_is_that_of_the_labels_whatever_is_loaded(tmp_path: Path) -> None:
     module, callback, save = Arriving(), classes(), Save(tmp_path)
     trainer = trainer_of(tmp_path, callback, save, max_epochs=8)
-    # What is evaluated first is not what is trained.
+    # Evaluate another network before training.
     trainer.validate(module, Loader(), verbose=False)
     trainer.fit(module, Loader(), Loader())
-    wanted, logits = accuracy(module), module.network.eval()(IMAGES)
-    assert wanted > 0.5
+    expected, logits = accuracy(module), module.network.eval()(IMAGES)
+    assert expected > 0.5
     trainer.save_checkpoint(tmp_path / "final.ckpt")
     for name in ("final.ckpt", "epoch7.ckpt"):
         trainer.test(module, Loader(), ckpt_path=tmp_path / name, verbose=False)
-        assert accuracy(module) == wanted, name
+        assert accuracy(module) == expected, name
         fresh, other = Arriving(), classes()
         trainer_of(tmp_path, other).test(fresh, Loader(), ckpt_path=tmp_path / name, verbose=False)
         assert torch.allclose(fresh.network.eval()(IMAGES), logits, atol=1e-5), name
@@ -363,18 +362,18 @@ def test_a_method_with_other_parameters_starts_from_the_ordinary_network(tmp_pat
     assert sorted(module.network.state_dict()) == names
     trainer.fit(module, Loader(), Loader())
     assert sorted(module.network.state_dict()) == names and len(first.grower.events) == 1
-    wanted = module.network.eval()(IMAGES)
+    expected = module.network.eval()(IMAGES)
     with pytest.raises(UserError, match="load checkpoints saved during training into a new network"):
         trainer.test(module, Loader(), ckpt_path=save.paths[-1], verbose=False)
-    assert torch.equal(module.network.eval()(IMAGES), wanted)
+    assert torch.equal(module.network.eval()(IMAGES), expected)
     fresh, other = Deep(), callback()
     fresh.network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     again = trainer_of(tmp_path, other, max_epochs=4)
     for _ in range(2):
         again.test(fresh, Loader(), ckpt_path=save.paths[-1], verbose=False)
         assert sorted(fresh.network.state_dict()) == names
-        assert torch.allclose(fresh.network.eval()(IMAGES), wanted, atol=1e-5)
+        assert torch.allclose(fresh.network.eval()(IMAGES), expected, atol=1e-5)
     fresh.train()
     again.fit(fresh, Loader(), Loader(), ckpt_path=save.paths[-1])
     assert sorted(fresh.network.state_dict()) == names and again.current_epoch == 4
-    assert not torch.allclose(fresh.network.eval()(IMAGES), wanted, atol=1e-5)
+    assert not torch.allclose(fresh.network.eval()(IMAGES), expected, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Loops of libraries that put something around network and optimizer, or shard the network, on two CPU processes.
+"""Training loops of libraries that wrap the network and the optimizer, or shard the network, on two CPU processes.
 
 Lightning's Fabric and ModelParallelStrategy; accelerate in a loop and in Hugging Face's Trainer.
 """
@@ -45,7 +45,7 @@ def tensors(network: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str,
     return {name: whole(t.detach()).clone() for name, t in {**found, **dict(network.named_parameters())}.items()}
 
 
-# Networks that are whole ----------------------------------------------------------------------------------------
+# Networks that are not sharded ----------------------------------------------------------------------------------
 
 
 def trained_whole(
@@ -134,9 +134,9 @@ def lightning_on_a_rank(rank: int, folder: Path, sizes: tuple[int, int], distrib
     module = Sharded(MOMENTUM)
     callback, found = trained(folder, module, strategy(), loader(), Save(folder))
     assert any(map(is_piece, module.parameters()))
-    _, wanted = trained(folder, Plain(MOMENTUM), "ddp", loader())
+    _, expected = trained(folder, Plain(MOMENTUM), "ddp", loader())
     assert len(callback.events) == 2
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
     for name in ("step4", "epoch1", "step7"):
         path = folder / f"{name}.ckpt"
@@ -215,9 +215,9 @@ def loop_on_a_rank(rank: int, folder: Path) -> None:
     for tied in (False, True):
         shard = partial(accelerate.utils.fsdp2_prepare_model, library)
         found = in_a_loop(shard, library.prepare, library.backward, rank, 2, tied)
-        wanted = in_a_loop(None, lambda *given: given, Tensor.backward, 0, 1, tied)
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
+        expected = in_a_loop(None, lambda *given: given, Tensor.backward, 0, 1, tied)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=name)
     after = seeded().double()
     grower = Grower(after, TOKENS[:2], method=HyperCloning(), trigger=TRIGGER)
@@ -272,9 +272,9 @@ def trainer_on_a_rank(rank: int, folder: Path) -> None:
         checkpoint = folder / "sharded" / f"checkpoint-{step}"
         resumed = trained_by_trainer(folder / "sharded", checkpoint, config=SHARDED, save_strategy="no")
         assert [name for name in found if not torch.equal(found[name], resumed[name])] == [], step
-    wanted = trained_by_trainer(folder / "whole", save_strategy="no")
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    expected = trained_by_trainer(folder / "whole", save_strategy="no")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
     refused: dict[str, tuple[Any, dict[str, Any]]] = {
         "state_dict_type FULL_STATE_DICT": ({}, {}),

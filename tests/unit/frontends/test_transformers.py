@@ -12,6 +12,7 @@ from growlab.base.errors import UserError
 from growlab.grower.triggers import At
 from growlab.growth import VarianceTransfer
 from growlab.parts import Averages
+from tests.cases import differing
 from tests.command_line import CommandLine, join, offer_port
 from tests.unit.frontends import trainer_runs
 
@@ -71,15 +72,15 @@ def everything(trainer: Any, growth: Growth) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Growth, list[Any]]:
-    """A run with its checkpoints: folder, Trainer, callback and final state."""
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Growth, list[Any]]:
+    """An uninterrupted run with its checkpoints: folder, Trainer, callback and final state."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     trainer, growth = run(folder, logging_strategy="epoch")
     return folder, trainer, growth, everything(trainer, growth)
 
 
-def test_a_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(whole: Any, tmp_path: Path) -> None:
-    folder, trainer, growth, wanted = whole
+def test_a_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(uninterrupted: Any, tmp_path: Path) -> None:
+    folder, trainer, growth, expected = uninterrupted
     assert [event.epoch for event in growth.events] == [1, 2]
     assert all(event.parity_error_eval < 1e-4 for event in growth.events)
     # The last entry is the Trainer's summary.
@@ -89,14 +90,14 @@ def test_a_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(whole: A
     for step in (3, 7):
         checkpoint = folder / f"checkpoint-{step}"
         resumed = run(tmp_path, checkpoint, save_strategy="no", resume_from_checkpoint=str(checkpoint))
-        assert everything(*resumed) == wanted, step
-    # An ordinary model, of the configuration that it was made from.
+        assert everything(*resumed) == expected, step
+    # The result is an ordinary model of its original configuration.
     outputs = trainer.model.eval()(WORDS).logits
     trainer.save_model(str(tmp_path / "model"))
     again = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
     bert().load_state_dict(trainer.model.state_dict(), strict=True)
-    # Its last checkpoint was written before growth was finished, and is one too.
+    # Its last checkpoint, written before growth was finished, is one too.
     last = folder / f"checkpoint-{EPOCHS * STEPS}"
     kept = torch.load(last / "growlab.pt", weights_only=True)["kept"]
     assert kept and any((trainer.model.state_dict()[name] != tensor).any() for name, tensor in kept.items())
@@ -164,18 +165,17 @@ def test_frozen_tables_are_not_saved_in_the_trainers_own_file(tmp_path: Path) ->
     assert growth.grower is not None and growth.grower.state.constants
     table = bert().bert.embeddings.position_embeddings.weight
     assert torch.equal(trainer.model.bert.embeddings.position_embeddings.weight, table)
-    wanted = everything(trainer, growth)
+    expected = everything(trainer, growth)
     for step in (3, 7):
         resumed = run(tmp_path / "whole", tmp_path / "whole" / f"checkpoint-{step}", frozen=True, save_strategy="no")
-        assert everything(*resumed) == wanted, step
+        assert everything(*resumed) == expected, step
 
 
 def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         _, growth = run(tmp_path, num_train_epochs=1, save_strategy="no")
-    told = [record.message for record in caplog.records]
-    assert any("growth is due at epoch 1, but training ends after 1" in message for message in told)
-    assert any("training has ended in stage 0 of 2" in message for message in told)
+    assert any("growth is due at epoch 1, but training ends after 1" in message for message in caplog.messages)
+    assert any("training has ended in stage 0 of 2" in message for message in caplog.messages)
     growth.grower.reattach_hooks()
     network = growth.grower.network.eval()
     loss, logits = network(WORDS, labels=torch.zeros(12, dtype=torch.long))[:2]
@@ -187,19 +187,19 @@ def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize(
-    ("devices", "told"),
+    ("devices", "message"),
     [
         ({"n_gpu": 2}, r"one process would train on 2 GPUs .* torchrun --nproc_per_node=2"),
         ({"fsdp": ["full_shard"]}, "would use FSDP1, or no sharding on a CPU"),
         ({"deepspeed": "zero.json"}, "DeepSpeed shards parameters in flat buffers"),
     ],
 )
-def test_unsupported_devices_raise_errors(devices: dict[str, Any], told: str) -> None:
-    """The Trainer would ask for these devices before."""
+def test_unsupported_devices_raise_errors(devices: dict[str, Any], message: str) -> None:
+    """The callback sees these devices in the Trainer's arguments."""
     accelerate.Accelerator(cpu=True)
     arguments = SimpleNamespace(**{"n_gpu": 1, "fsdp": None, "deepspeed": None, **devices})
     growth = Growth(method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         growth.on_init_end(arguments, None, None, model=bert())
 
 
@@ -219,33 +219,31 @@ def one_loss_is_best(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_model_is_restored_with_its_state(
     best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At its own stage: the weights, widths, output factor and averages of its checkpoint, finished."""
+    """The weights, widths, output factor and averages are those of its checkpoint's stage, finished."""
     one_loss_is_best(best, monkeypatch)
     each = {"save_strategy": "epoch", "eval_strategy": "epoch"}
     with caplog.at_level(logging.WARNING):
         trainer, growth = run(tmp_path, load_best_model_at_end=True, **each)
-    told = [record.message for record in caplog.records if "training has ended in stage" in record.message]
-    assert len(told) == (best < EPOCHS - 1)
+    assert sum("training has ended in stage" in message for message in caplog.messages) == (best < EPOCHS - 1)
     checkpoint = tmp_path / f"checkpoint-{(best + 1) * STEPS}"
     assert trainer.state.best_model_checkpoint == str(checkpoint)
     assert growth.grower.state.stage == best and len(growth.grower.events) == best
-    # What its checkpoint goes on from, in no more epochs.
+    # Compare with a run that resumes from its checkpoint and trains no further epoch.
     again, resumed = run(tmp_path, checkpoint, num_train_epochs=best + 1, save_strategy="no")
     assert resumed.grower.state.widths == growth.grower.state.widths
-    for name, tensor in again.model.state_dict().items():
-        assert torch.equal(tensor, trainer.model.state_dict()[name]), name
+    assert not differing(again.model.state_dict(), trainer.model.state_dict())
     if best == 1:
         (checkpoint / "trainer_state.json").unlink()
         arguments = SimpleNamespace(load_best_model_at_end=True)
         with pytest.raises(UserError, match="written without Growth or is gone"):
             growth.on_train_end(arguments, trainer.state, None)
-    along = [[part.state_dict() for part in grown.grower.parts] for grown in (growth, resumed)]
-    assert str(along[0]) == str(along[1])
+    states = [[part.state_dict() for part in grown.grower.parts] for grown in (growth, resumed)]
+    assert str(states[0]) == str(states[1])
 
 
-# Each process would draw dropout of its own, and Adam makes steps of what gradients of zero are rounded to.
-# For an average over tokens the Trainer multiplies the loss by the processes, but this model's is the samples' mean.
-ALIKE = {
+# Settings with which two processes train like one: they would draw different dropout, and Adam amplifies rounding.
+# The Trainer's average over tokens multiplies the loss by the number of processes, which a mean over samples must not.
+COMPARABLE = {
     **{"dropout": 0.0, "dtype": torch.float64, "optim": "sgd", "learning_rate": 0.05},
     "average_tokens_across_devices": False,
 }
@@ -253,11 +251,11 @@ ALIKE = {
 
 def one_rank(rank: int, folder: Path) -> None:
     join(rank, folder)
-    two = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "save_steps": STEPS, **ALIKE}
-    whole = everything(*run(folder, **two))
+    two = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "save_steps": STEPS, **COMPARABLE}
+    expected = everything(*run(folder, **two))
     resumed = everything(*run(folder, folder / f"checkpoint-{2 * STEPS}", save_strategy="no", **two))
-    assert resumed == whole
-    (folder / f"{rank}.txt").write_text(repr(whole))
+    assert resumed == expected
+    (folder / f"{rank}.txt").write_text(repr(expected))
 
 
 @pytest.mark.slow  # half a minute; test_loops_of_libraries.py has two processes
@@ -267,20 +265,21 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(cli: Com
     cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second
-    alone = everything(*run(tmp_path / "one", save_strategy="no", **ALIKE))
+    alone = everything(*run(tmp_path / "one", save_strategy="no", **COMPARABLE))
     *together, events = eval(first)
     assert [event["widths_after"] for event in events] == [event["widths_after"] for event in alone[-1]]
-    for values, wanted in zip(together, alone, strict=False):
-        values, wanted = (torch.tensor(numbers, dtype=torch.float64) for numbers in (values, wanted))
-        torch.testing.assert_close(values, wanted, rtol=1e-9, atol=1e-12)
+    for pair in zip(together, alone, strict=False):
+        torch.testing.assert_close(
+            *(torch.tensor(numbers, dtype=torch.float64) for numbers in pair), rtol=1e-9, atol=1e-12
+        )
 
 
-def test_resuming_into_another_folder_needs_the_checkpoints_folder(whole: Any, tmp_path: Path) -> None:
-    # A checkpoint of the same step that another run has left there.
+def test_resuming_into_another_folder_needs_the_checkpoints_folder(uninterrupted: Any, tmp_path: Path) -> None:
+    # Another run left a checkpoint of the same step here.
     run(tmp_path / "other", learning_rate=1e-2, max_steps=8)
     for folder in ("new", "other"):
         with pytest.raises(UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resum"):
-            run(tmp_path / folder, whole[0] / "checkpoint-8", save_strategy="no")
+            run(tmp_path / folder, uninterrupted[0] / "checkpoint-8", save_strategy="no")
 
 
 def test_unsupported_triggers_and_settings_raise_errors(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""torch's default device is the network's affair: growlab's own tensors are on the CPU, where its generators are."""
+"""Growth does not depend on torch's default device: growlab creates its own tensors on the CPU."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +29,7 @@ def network() -> nn.Module:
 
 
 X = torch.randn(6, 3, 7, 7, generator=torch.Generator().manual_seed(1))
-# Every tensor without a device that is created in this context is on device meta, and reading it raises.
+# In this context a tensor created without a device is on device meta, and reading it raises an error.
 ELSEWHERE = torch.device("meta")
 
 
@@ -85,7 +85,9 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("method", "make", "with_parts"), CASES, ids=str)
-def test_networks_grow_as_they_do_without(method: GrowthMethod, make: Any, with_parts: tuple[Any, ...]) -> None:
+def test_training_is_the_same_as_without_a_default_device(
+    method: GrowthMethod, make: Any, with_parts: tuple[Any, ...]
+) -> None:
     losses = [trained(where, method, make, *(part() for part in with_parts)) for where in (ELSEWHERE, nullcontext())]
     assert losses[0] == losses[1]
 
@@ -102,7 +104,6 @@ def test_trained_networks_grow_and_shrink() -> None:
 
 
 def test_a_forward_sees_the_default_device_of_the_user() -> None:
-    """A forward that creates a tensor on the default device."""
     with ELSEWHERE:
         network = Around(
             lambda net, x: net.head((net.tokens(x) + net.positions(torch.arange(x.shape[1]))).relu()),

@@ -1,4 +1,4 @@
-"""The engine in a plain loop: any optimizer, any checkpoint, anything that grows along."""
+"""Grower in a plain loop: optimizers, checkpoints, copies, averages, parts and distributed training."""
 
 import copy
 import gc
@@ -35,7 +35,7 @@ from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, finis
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Averages, Hyperfan, Part
 from growlab.widths import trace
-from tests.cases import Around
+from tests.cases import Around, differing, tracked, train
 from tests.command_line import ROOT, CommandLine
 
 STEPS, EPOCHS = 3, 4
@@ -49,7 +49,7 @@ def mlp() -> nn.Sequential:
 
 
 def normed() -> nn.Sequential:
-    """Normalised over channels that grow."""
+    """Layer normalisation over channels that grow."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -57,7 +57,7 @@ def normed() -> nn.Sequential:
 
 
 def recurrent() -> nn.Module:
-    """Its sequences are of three steps of two features."""
+    """An LSTM over sequences of three steps of two features."""
     torch.manual_seed(0)
     return Around(
         lambda net, x: net.last(net.norm(net.rnn(net.inside(x.unflatten(1, (3, 2))))[0]).mean(1)),
@@ -89,7 +89,7 @@ OPTIMIZERS = {
 
 
 class Loop:
-    """A plain loop with a checkpoint: network, optimizer, schedule of the rate, grower."""
+    """A plain training loop with checkpoints: network, optimizer, learning-rate schedule, grower."""
 
     def __init__(self, make=OPTIMIZERS["growlab"], network=mlp, trigger=STAGES, **settings):
         self.network = network()
@@ -103,10 +103,7 @@ class Loop:
     def train(self, until: int = STEPS * EPOCHS) -> "Loop":
         while self.done < until:
             self.grower.step(epoch=self.done // STEPS, step=self.done)
-            x, y = batch(self.done, next(self.network.parameters()).dtype)
-            self.optimizer.zero_grad()
-            F.cross_entropy(self.network(x), y).backward()
-            self.optimizer.step()
+            train(self.network, self.optimizer, *batch(self.done, next(self.network.parameters()).dtype))
             self.done += 1
             if self.done % STEPS == 0:
                 self.rate.step()
@@ -130,7 +127,7 @@ class Loop:
         return self
 
     def everything(self) -> list[object]:
-        """All that a run ends with, comparable bit for bit."""
+        """The complete state of the run, comparable bit for bit."""
         state = self.optimizer.state_dict()
         moments = [v for entry in state["state"].values() for v in entry.values()]
         copies = [tensor for copy in self.grower.copies().values() for tensor in copy.state_dict().values()]
@@ -162,8 +159,7 @@ def test_grower_equals_a_handwritten_loop_bit_for_bit() -> None:
     loop = Loop(trigger=schedule).train()
     loop.grower.finish()
     assert [e.stage for e in loop.grower.events] == [1, 2]
-    for name, tensor in network.state_dict().items():
-        assert torch.equal(tensor, loop.network.state_dict()[name]), name
+    assert not differing(network.state_dict(), loop.network.state_dict())
 
 
 @pytest.mark.parametrize("network", [mlp, normed, recurrent])
@@ -177,14 +173,13 @@ def test_outputs_stay_the_same_at_events_and_after_finish(network) -> None:
         loop.network.train()
     loop.train()
     outputs = loop.network.eval()(PROBE)
-    # What a checkpoint gives to others is what training ends with, and training goes on undisturbed.
-    early, state = loop.grower.plain_state_dict(), loop.grower.state.as_dict()
+    # The plain state dict is that of the finished network, and taking it changes nothing.
+    plain_state, state = loop.grower.plain_state_dict(), loop.grower.state.as_dict()
     assert torch.equal(loop.network(PROBE), outputs) and loop.grower.state.as_dict() == state
     assert loop.grower.finish() is loop.network
     plain = network().eval()
     plain.load_state_dict(copy.deepcopy(loop.network.state_dict()), strict=True)
-    assert early.keys() == plain.state_dict().keys()
-    assert all(torch.equal(early[name], tensor) for name, tensor in plain.state_dict().items())
+    assert not differing(plain_state, plain.state_dict())
     assert torch.allclose(plain(PROBE), outputs, atol=1e-6)
     assert not loop.network._forward_hooks and not loop.network._load_state_dict_pre_hooks
 
@@ -208,8 +203,8 @@ def test_state_that_cannot_be_carried_is_reset_with_a_warning(make, first, caplo
             loop.grower.step(epoch=loop.done // STEPS)
             assert loop.optimizer.step(loss).isfinite()
             loop.done += 1
-    told = [record.message for record in caplog.records if record.name == "growlab.optim.carry"]
-    assert [message.startswith(first) for message in told] == [True] * len(loop.grower.events)
+    warnings = [record.message for record in caplog.records if record.name == "growlab.optim.carry"]
+    assert [message.startswith(first) for message in warnings] == [True] * len(loop.grower.events)
 
 
 def hyperfan(sharing: str) -> Hyperfan:
@@ -228,22 +223,22 @@ def hyperfan(sharing: str) -> Hyperfan:
     ],
 )
 def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(kind, network, method, steps) -> None:
-    """With an average, whose tensors are compared too."""
+    """The tensors of an average are compared too."""
 
     def made() -> Loop:
         return Loop(OPTIMIZERS[kind], network, method=method(), parts=[Averages(decay=0.7)])
 
-    whole = made()
-    files = {killed: whole.train(killed).saved() for killed in steps}
-    wanted = whole.train().everything()
-    for killed, file in files.items():
-        assert made().resume(file).train().everything() == wanted, killed
+    uninterrupted = made()
+    files = {step: uninterrupted.train(step).saved() for step in steps}
+    expected = uninterrupted.train().everything()
+    for step, file in files.items():
+        assert made().resume(file).train().everything() == expected, step
 
 
 @pytest.mark.parametrize("kind", ["groups", "factored"])
 def test_parts_of_a_checkpoint_load_in_any_order(kind) -> None:
-    """In the middle of a stage, where normalisations are weighted, with an average."""
-    # Adafactor's state has rows and columns, no tensor of a weight's shape.
+    """Saved in the middle of a stage, with weighted normalisations and an average."""
+    # Adafactor keeps rows and columns instead of tensors of a weight's shape.
     make = OPTIMIZERS.get(kind, lambda network: torch.optim.Adafactor(network.parameters()))
 
     def made() -> Loop:
@@ -252,10 +247,10 @@ def test_parts_of_a_checkpoint_load_in_any_order(kind) -> None:
         loop.grower.follow(loop.average)
         return loop
 
-    whole = made().train(7)
-    file, average, outputs = whole.saved(), whole.average.state_dict(), whole.average.eval()(PROBE)
-    average = copy.deepcopy(average)
-    wanted = whole.train().everything()
+    uninterrupted = made().train(7)
+    file, average = uninterrupted.saved(), copy.deepcopy(uninterrupted.average.state_dict())
+    outputs = uninterrupted.average.eval()(PROBE)
+    expected = uninterrupted.train().everything()
     orders = list(itertools.permutations(("network", "optimizer", "average", "grower")))
     for order in orders[kind == "groups" :: 4]:
         file.seek(0)
@@ -265,12 +260,12 @@ def test_parts_of_a_checkpoint_load_in_any_order(kind) -> None:
         resumed.done = content["done"]
         assert torch.equal(resumed.average.eval()(PROBE), outputs)
         assert resumed.average.state_dict().keys() == average.keys()
-        assert resumed.train().everything() == wanted
+        assert resumed.train().everything() == expected
 
 
 @pytest.mark.parametrize("include", [True, False])
 def test_an_average_that_also_contains_the_network_grows(include: bool) -> None:
-    """As ema-pytorch has it; the network may be a submodule of it, too."""
+    """As in ema-pytorch; the average may also have the network as a submodule."""
     loop = Loop(method=VarianceTransfer())
     shadow = Around(lambda net, x: net.ema_model(x), ema_model=copy.deepcopy(loop.network).requires_grad_(False))
     shadow.online_model = loop.network if include else [loop.network]
@@ -301,7 +296,7 @@ def test_a_deep_copy_trains_independently(make, optimizer_first: bool) -> None:
         one.rate = torch.optim.lr_scheduler.StepLR(one.optimizer, 99)
         one.train()
     assert twin.everything() == first.everything() and loop.everything() == untouched
-    # What the copy loads is the copy's.
+    # Loading into the copy does not change the original.
     twin.network.load_state_dict(Loop(make, normed).network.state_dict())
     assert twin.grower.state.stage == 0 and loop.everything() == untouched
     twin.grower.finish()
@@ -313,10 +308,10 @@ def test_a_state_dict_restores_widths_ages_and_multipliers() -> None:
     weight = narrow.network[3].weight
     narrow.network.load_state_dict(wide.network.state_dict(), strict=True)
     assert narrow.grower.state == wide.grower.state and narrow.grower.state.multipliers
-    held = {id(p) for group in narrow.optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in narrow.network.parameters()} and id(weight) not in held
+    assert set(tracked(narrow.optimizer)) == {id(p) for p in narrow.network.parameters()}
+    assert id(weight) not in tracked(narrow.optimizer)
     assert torch.equal(narrow.network.eval()(PROBE), wide.network.eval()(PROBE))
-    # Of plain tensors the trigger says when channels came; a module around the network changes nothing.
+    # For plain tensors the trigger determines birth stages; a module around the network changes nothing.
     plain = {f"inner.{name}": tensor for name, tensor in wide.network.state_dict().items()}
     other = Loop()
     nn.ModuleDict({"inner": other.network}).load_state_dict(plain)
@@ -369,7 +364,7 @@ def test_an_optimizer_from_before_the_seed_or_an_event_follows_or_is_noticed() -
 
 
 def test_one_of_two_networks_grows_with_one_optimizer_for_both() -> None:
-    """As a generator beside its discriminator."""
+    """Like a generator and its discriminator."""
     generator, critic = mlp(), nn.Linear(3, 1)
     grower = Grower(generator, PROBE, method=PairGrowth(noise_std=1e-3), trigger={0: 0.5, 1: 1.0})
     optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()], lr=0.1, momentum=0.9)
@@ -505,8 +500,7 @@ def test_a_network_loaded_and_finished_in_inference_mode_can_train(network) -> N
     with torch.inference_mode():
         other.grower.finish()
     loop.grower.finish()
-    after = [one.train(STEPS * EPOCHS + 2).network.state_dict() for one in (loop, other)]
-    assert all(torch.equal(tensor, after[1][name]) for name, tensor in after[0].items())
+    assert not differing(*(one.train(STEPS * EPOCHS + 2).network.state_dict() for one in (loop, other)))
 
 
 def test_times_of_any_number_type_are_saved_as_plain_numbers(tmp_path: Path) -> None:
@@ -538,8 +532,7 @@ def test_frozen_layers_stay_frozen_and_keep_their_weights() -> None:
     for epoch in range(EPOCHS):
         grower.step(epoch=epoch)
         seen.append(network[0].weight.clone())
-        F.cross_entropy(network(batch(epoch)[0]), batch(epoch)[1]).backward()
-        optimizer.step()
+        train(network, optimizer, *batch(epoch))
         assert torch.equal(network[0].weight, seen[-1])
         assert [p.requires_grad for p in network.parameters()] == [False] * 2 + [True] * 6
         assert [module.training for module in network] == [True, False, *[True] * 4]
@@ -549,7 +542,7 @@ def test_frozen_layers_stay_frozen_and_keep_their_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "loss", "told"),
+    ("batches", "loss", "message"),
     [
         (None, F.cross_entropy, "provide"),
         ([], F.cross_entropy, "not a single batch"),
@@ -557,12 +550,12 @@ def test_frozen_layers_stay_frozen_and_keep_their_weights() -> None:
         ([batch(0)], partial(F.cross_entropy, reduction="none"), r"a single number, .* not a tensor of shape \[8\]"),
     ],
 )
-def test_a_data_driven_method_without_data_raises_an_error_before_growth(batches, loss, told) -> None:
+def test_a_data_driven_method_without_data_raises_an_error_before_growth(batches, loss, message) -> None:
     loop = Loop(method=GradMax(fallback="pairs"), trigger={0: 0.5, 1: 1.0})
     before = loop.everything()
     if batches is not None:
         loop.grower.provide(lambda number: batches, loss)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         loop.grower.step(epoch=1)
     assert loop.grower.state.stage == 0 and loop.everything() == before
     loop.grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
@@ -588,7 +581,7 @@ def test_compiled_networks_are_recompiled_at_every_width() -> None:
     assert seen == sorted(set(seen)), "a width ran without being compiled"
 
 
-def test_the_grower_may_go_before_the_network() -> None:
+def test_the_network_works_after_its_grower_is_deleted() -> None:
     loop = Loop().train(4)
     network, optimizer = loop.network, loop.optimizer
     outputs = network.eval()(PROBE)
@@ -640,11 +633,11 @@ def test_an_optimizer_that_cannot_follow_raises_an_error_before_growth() -> None
     plain = torch.optim.Adam(loop.network.parameters())
     loop.grower.follow(plain, loop.optimizer, state="inherit")
     loop.train(STEPS)
-    before, held = loop.everything(), plain.state_dict()
+    before, plain_state = loop.everything(), plain.state_dict()
     for _ in range(2):
         with pytest.raises(UserError, match=r"'row_var' of 0.weight is \(4, 1\).*set optimizer_state='reset'"):
             loop.grower.step(epoch=1)
-        assert loop.everything() == before and plain.state_dict() == held and loop.grower.state.stage == 0
+        assert loop.everything() == before and plain.state_dict() == plain_state and loop.grower.state.stage == 0
     loop.grower.follow(loop.optimizer, state="reset")
     assert [event.stage for event in loop.grower.step(epoch=1)] == [1]
 
@@ -664,15 +657,15 @@ def test_full_width_weights_with_multipliers_load_after_finish() -> None:
     grower = Grower(network, torch.randn(2, 6), method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
     grower.step(epoch=1)
     assert grower.state.multipliers
-    kept, x = {name: tensor.clone() for name, tensor in network.state_dict().items()}, torch.randn(5, 6)
-    wanted = network(x)
+    saved, x = copy.deepcopy(network.state_dict()), torch.randn(5, 6)
+    expected = network(x)
     grower.finish()
     grower.reattach_hooks()
     with torch.no_grad():
         for p in network.parameters():
             p.zero_()
-    network.load_state_dict(kept)
-    assert torch.allclose(network(x), wanted, atol=1e-6)
+    network.load_state_dict(saved)
+    assert torch.allclose(network(x), expected, atol=1e-6)
     grower.finish()
     assert sorted(network.state_dict()) == sorted(f"{i}.{n}" for i in (0, 2, 4) for n in ("weight", "bias"))
 
@@ -721,9 +714,7 @@ def test_names_of_methods_are_those_of_the_command_line() -> None:
 
 
 def trained(network: nn.Module) -> nn.Module:
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    F.cross_entropy(network(batch(0)[0]), batch(0)[1]).backward()
-    optimizer.step()
+    train(network, torch.optim.SGD(network.parameters(), lr=0.1), *batch(0))
     return network
 
 
@@ -743,7 +734,7 @@ NARROW, NOTHING = {0: 0.5, 1: 1.0}, r"nothing in this network can grow.*it is tr
         (lambda: loaded(normed), NARROW, r"draws new weights.*\(1.weight has been trained\)"),
         (lambda: trained(plain()), NARROW, r"draws new weights.*\(0.weight has a gradient\)"),
         *((make, NARROW, None) for make in (mlp, normed, plain)),
-        # At full width they are kept.
+        # Weights at full width are kept.
         *((make, {0: 1.0}, None) for make in (lambda: loaded(mlp), lambda: loaded(normed), lambda: trained(plain()))),
         (plain, {0: 0.25, 1: 0.5}, "the trigger's last stage has 16 of 32 channels of '0'"),
         (plain, Never(0.5), None),
@@ -755,8 +746,8 @@ def test_lost_weights_and_missing_growth_cause_warnings(
     make: Callable[[], nn.Module], trigger: Any, warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     Grower(make(), PROBE, trigger=trigger)
-    told = [record.message for record in caplog.records if record.name.startswith("growlab")]
-    assert len(told) == (warning is not None) and all(re.search(warning, message, re.S) for message in told)
+    messages = [record.message for record in caplog.records if record.name.startswith("growlab")]
+    assert len(messages) == (warning is not None) and all(re.search(warning, message, re.S) for message in messages)
 
 
 def test_by_default_normalisations_are_plain_before_the_training_ends() -> None:
@@ -810,7 +801,7 @@ def by_hand(
     epochs: int = 2,
     **settings: Any,
 ) -> str:
-    """What a rank of two ends with; the tensor that `drift` returns changes on one of them."""
+    """Train on one of two ranks and return its final state; `drift` returns a tensor to change on rank 1."""
     torch.manual_seed(0)
     loop = Loop(**settings)
     wrapped = wrap(loop.network)
@@ -823,11 +814,8 @@ def by_hand(
             else:
                 del wrapped
                 wrapped = wrap(loop.network)
-        x, y = batch(2 * step + rank)
-        loop.optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        loop.optimizer.step()
-    # Statistics of normalisation are each rank's own until the wrapper's next forward pass.
+        train(wrapped, loop.optimizer, *batch(2 * step + rank))
+    # Running statistics differ between ranks until the wrapper's next forward pass.
     for each in (loop.network, *loop.grower.copies().values()):
         ranks.broadcast_buffers(each)
     return str(loop.everything())
@@ -835,12 +823,12 @@ def by_hand(
 
 def one_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    (folder / f"{rank}.txt").write_text(whole := by_hand(rank, epochs=EPOCHS))
-    # A wrapper that is renewed does what a new one does, with its hook on what is sent.
+    (folder / f"{rank}.txt").write_text(expected := by_hand(rank, epochs=EPOCHS))
+    # A renewed wrapper behaves like a new one and keeps its communication hook.
     static = partial(nn.parallel.DistributedDataParallel, static_graph=True)
-    assert by_hand(rank, wrap=static, in_place=True, epochs=EPOCHS) == whole
-    assert by_hand(rank, wrap=in_halves) == by_hand(rank, wrap=in_halves, in_place=True) != whole
-    assert by_hand(rank, wrap=compressed, in_place=True) != whole
+    assert by_hand(rank, wrap=static, in_place=True, epochs=EPOCHS) == expected
+    assert by_hand(rank, wrap=in_halves) == by_hand(rank, wrap=in_halves, in_place=True) != expected
+    assert by_hand(rank, wrap=compressed, in_place=True) != expected
     _refusals()
     with pytest.raises(UserError, match=r"ranks hold different values after growth to stage 1: 0.bias"):
         by_hand(rank, drift=lambda loop: loop.network[0].bias)
@@ -855,7 +843,7 @@ def one_rank(rank: int, folder: Path) -> None:
 
 
 def _refusals() -> None:
-    """What growth cannot cut anew is refused before anything has changed."""
+    """Check that distributed networks and optimizers that cannot grow raise errors at once."""
     x, made = batch(0)[0], {"method": PairGrowth(), "trigger": {0: 0.5, 1: 1.0}}
     with pytest.raises(UserError, match="DistributedDataParallel is a wrapper: give the network inside it"):
         Grower(nn.parallel.DistributedDataParallel(mlp()), x, **made)
@@ -889,7 +877,7 @@ def test_parameters_in_one_memory_grow_where_they_do_not_overlap() -> None:
     torch.testing.assert_close(network(tokens), before)
 
 
-def test_a_network_that_is_growing_is_no_full_network_for_another_grower() -> None:
+def test_a_growing_network_cannot_be_given_to_another_grower() -> None:
     network, x = plain(), torch.randn(4, 6)
     first = Grower(network, x, method=PairGrowth(), trigger={0: 0.25, 1: 1.0})
     for again in (network, copy.deepcopy(network), nn.Sequential(network, nn.Linear(3, 2))):
@@ -919,7 +907,7 @@ def test_shrinking_stages_raise_an_error_before_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "goes"),
+    ("other", "loads"),
     [
         ({0: 0.25, 1: 0.5, 9: 0.75, 12: 1.0}, True),
         ({0: 0.25, 7: 0.5, 9: 1.0}, True),
@@ -928,15 +916,15 @@ def test_shrinking_stages_raise_an_error_before_training() -> None:
         ({0: 0.5}, True),
     ],
 )
-def test_a_grower_state_resumes_only_with_a_trigger_of_its_widths(other: dict[float, float], goes: bool) -> None:
+def test_a_grower_state_resumes_only_with_a_trigger_of_its_widths(other: dict[float, float], loads: bool) -> None:
     x = torch.randn(4, 6)
     first = Grower(plain(), x, method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
     first.step(epoch=1)
     second = Grower(plain(), x, method=PairGrowth(), trigger=other)
     before = second.state_dict()
-    if goes:
+    if loads:
         second.load_state_dict(first.state_dict())
-        # The first loop told of epochs already.
+        # The loaded clock has an epoch already.
         assert second.step(step=3) == [] and second.state.widths == {"0": 16}
         return
     with pytest.raises(UserError, match="give the trigger that the run began with"):
@@ -945,21 +933,21 @@ def test_a_grower_state_resumes_only_with_a_trigger_of_its_widths(other: dict[fl
 
 
 def test_finish_before_the_last_stage_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    for epoch, at_any_stage, told in ((1, False, True), (1, True, False), (2, False, False), (0, False, True)):
+    for epoch, at_any_stage, warns in ((1, False, True), (1, True, False), (2, False, False), (0, False, True)):
         grower = Grower(plain(), torch.randn(4, 6), method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
         if epoch:
             grower.step(epoch=epoch)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             grower.finish(at_any_stage)
-        assert (f"training has ended in stage {epoch} of 2" in caplog.text) == told
+        assert (f"training has ended in stage {epoch} of 2" in caplog.text) == warns
         assert ("never called Grower.step" in caplog.text) == (not epoch)
         if epoch == 2:
             assert repr(grower) == "Grower(stage 2, PairGrowth, widths {0: 32})"
 
 
 class _Asks(Trigger):
-    """Half of the width, and from epoch 1 on what it is given."""
+    """Half of the full widths, then the given widths in epoch 1."""
 
     def __init__(self, widths: dict[str, object]) -> None:
         self.widths = widths
@@ -972,19 +960,19 @@ class _Asks(Trigger):
 
 
 @pytest.mark.parametrize(
-    ("widths", "told"),
+    ("widths", "message"),
     [
         ({"nope": 8}, r"_Asks asks for a width of 'nope': give whole numbers .* this network \(0, 3\)"),
         ({"0": 8.0}, "_Asks asks for 8.0 channels of '0'"),
         ({"0": 0}, "_Asks asks for 0 channels of '0'"),
     ],
 )
-def test_custom_triggers_cannot_ask_for_invalid_widths(widths: dict[str, object], told: str) -> None:
+def test_custom_triggers_cannot_ask_for_invalid_widths(widths: dict[str, object], message: str) -> None:
     grower = Loop(trigger=_Asks(widths)).grower
     before = copy.deepcopy(grower.network.state_dict())
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         grower.step(epoch=1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in grower.network.state_dict().items())
+    assert not differing(before, grower.network.state_dict())
     # Groups that are left out keep their width.
     grower = Loop(trigger=_Asks({"3": np.int64(8)})).grower
     grower.step(epoch=1)

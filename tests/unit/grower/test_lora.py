@@ -1,4 +1,4 @@
-"""Models with adapters of peft grow: adapters follow, the base stays frozen, and merged models compute the same."""
+"""Growth of models with peft's adapters: adapters grow, the base stays frozen, merged models compute the same."""
 
 import copy
 import logging
@@ -14,10 +14,11 @@ from growlab import Grower
 from growlab.base.errors import UserError
 from growlab.growth import HyperCloning
 from growlab.growth.parity import relative_error
+from tests.cases import differing, tracked
 from tests.command_line import ROOT
 from tests.unit.frontends import trainer_runs
 from tests.unit.grower.test_sharded import in_guide
-from tests.unit.grower.test_trained import gpt2, members
+from tests.unit.grower.test_trained import gpt2
 from tests.unit.grower.test_trained import llama as llama_of_heads
 
 transformers = pytest.importorskip("transformers")
@@ -62,7 +63,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    """AdamW of what is trained, after two steps."""
+    """AdamW for the parameters that require gradients, after two steps."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
     train(model, optimizer, 2)
     return optimizer
@@ -76,7 +77,7 @@ def trained(frozen: bool = True, **settings: Any) -> tuple[Any, torch.optim.Opti
 
 
 def enlarged(small: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """A trained model of twice the width and depth that computes the same, and the optimizer that has followed it."""
+    """Double the width and depth of a trained model; return it with its optimizer, after checking the outputs."""
     optimizer = optimizer_of(small)
     expected = output(small)
     model, same = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
@@ -104,12 +105,11 @@ def test_adapters_follow_and_merged_models_compute_the_same(width: int, layers: 
     # Growing the merged model gives the same function.
     Grower.from_trained(merged, again := llama(width, layers), {"input_ids": TOKENS}, verbose=False).step()
     assert relative_error(output(grown), output(again)) < EXACT
-    # The optimizer has the adapters alone, each once, and trains them alone.
-    adapters = [id(p) for name, p in wide.named_parameters() if "lora_" in name]
-    assert members(optimizer) == set(adapters) and len(optimizer.param_groups[0]["params"]) == len(adapters)
+    # The optimizer has each adapter once, and trains adapters alone.
+    assert sorted(tracked(optimizer)) == sorted(id(p) for name, p in wide.named_parameters() if "lora_" in name)
     base = {name: p.clone() for name, p in wide.named_parameters() if "lora_" not in name}
     train(wide, optimizer, 2)
-    assert all(torch.equal(base[name], p) for name, p in wide.named_parameters() if name in base)
+    assert not differing(base, {name: p for name, p in wide.named_parameters() if name in base})
     assert all(p.requires_grad == ("lora_" in name) for name, p in wide.named_parameters())
     assert relative_error(expected, output(wide)) > 1e-3
     expected, plain = output(wide), grower.finish()
@@ -130,7 +130,7 @@ def test_moments_of_adapters_are_those_of_the_grown_gradient() -> None:
     Grower.from_trained(small, wide, {"input_ids": TOKENS}, **settings).step()
     wide(input_ids=TOKENS, labels=TOKENS).loss.backward()
     for name, old in gradients.items():
-        # By how much, and where to, the step has moved each entry of the gradient.
+        # Copies of the old gradient, times a factor.
         parameter = wide.get_parameter(name)
         new, moments = parameter.grad, optimizer.state[parameter]
         repeats = [wide // narrow for wide, narrow in zip(new.shape, old.shape, strict=True)]
@@ -156,10 +156,10 @@ def test_a_warning_names_new_projections_that_can_never_learn(caplog: pytest.Log
         with caplog.at_level(logging.WARNING):
             wide = adapted(llama(8, 4), target_modules=targets)
             Grower.from_trained(small, wide, {"input_ids": TOKENS}, optimizer=optimizer, verbose=False).step()
-        told = [one.getMessage() for one in caplog.records if "begins at zero and is frozen" in one.getMessage()]
-        assert len(told) == warns
+        warnings = [one.getMessage() for one in caplog.records if "begins at zero and is frozen" in one.getMessage()]
+        assert len(warnings) == warns
         if warns:
-            assert told[0].startswith("base_model.model.model.layers.1.self_attn.o_proj.weight begins")
+            assert warnings[0].startswith("base_model.model.model.layers.1.self_attn.o_proj.weight begins")
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,11 @@ def test_the_trainer_resumes_with_the_base_that_has_grown(tmp_path: Path) -> Non
         assert "load_adapter" not in vars(model)
         return model
 
-    whole = run()
-    assert output(whole).isfinite().all() and whole.config.hidden_size == 16
+    uninterrupted = run()
+    assert output(uninterrupted).isfinite().all() and uninterrupted.config.hidden_size == 16
     for step in (2, 4):  # before and after the event
         resumed = run(tmp_path / f"checkpoint-{step}")
-        for name, tensor in resumed.state_dict().items():
-            assert torch.equal(whole.state_dict()[name], tensor), (step, name)
+        assert not differing(uninterrupted.state_dict(), resumed.state_dict()), step
 
 
 def test_tied_tables_of_frozen_models_grow() -> None:
@@ -212,15 +211,15 @@ def test_tied_tables_of_frozen_models_grow() -> None:
     assert not base.model.norm.weight.requires_grad
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     train(model, optimizer, 2)
-    assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
+    assert not differing(frozen, {name: p for name, p in model.named_parameters() if name in frozen})
 
 
 def test_enlarging_keeps_what_trains() -> None:
     small = adapted(llama())
     small.base_model.model.lm_head.weight.requires_grad_(True)
     model, optimizer = enlarged(small)
-    assert members(optimizer) == {id(p) for p in model.parameters() if p.requires_grad}
-    assert id(model.base_model.model.lm_head.weight) in members(optimizer)
+    assert set(tracked(optimizer)) == {id(p) for p in model.parameters() if p.requires_grad}
+    assert id(model.base_model.model.lm_head.weight) in tracked(optimizer)
 
 
 def test_layers_are_inserted_next_to_frozen_ones() -> None:
@@ -230,7 +229,7 @@ def test_layers_are_inserted_next_to_frozen_ones() -> None:
     model, optimizer = enlarged(small)
     names = dict(model.named_parameters())
     assert not names["model.embed_tokens.weight"].requires_grad
-    layers = {n for n in range(4) if id(names[f"model.layers.{n}.mlp.up_proj.weight"]) in members(optimizer)}
+    layers = {n for n in range(4) if id(names[f"model.layers.{n}.mlp.up_proj.weight"]) in tracked(optimizer)}
     assert len(layers) == 3 and 0 not in layers
 
 
@@ -251,7 +250,7 @@ def test_several_adapters_grow_while_all_are_active() -> None:
     small.base_model.set_adapter(["default", "other"])
     model, optimizer = enlarged(small)
     assert model.active_adapters == ["default", "other"]
-    assert members(optimizer) == {id(p) for name, p in model.named_parameters() if "lora_" in name}
+    assert set(tracked(optimizer)) == {id(p) for name, p in model.named_parameters() if "lora_" in name}
     for name in ("default", "other"):
         small.set_adapter(name)
         model.set_adapter(name)

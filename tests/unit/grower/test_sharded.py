@@ -1,4 +1,4 @@
-"""Networks that processes share out: growth of those that `shard=` cuts equals one process's; others are refused."""
+"""Sharded networks: growth with `shard=` equals growth in one process; other kinds of sharding raise errors."""
 
 import copy
 import gc
@@ -51,6 +51,7 @@ from growlab.lab.networks import resnet20 as whole_resnet20
 from growlab.lab.networks.image_networks import BasicBlock
 from growlab.optim import SGD
 from growlab.parts import Averages, Depth
+from tests.cases import differing, train
 from tests.command_line import ROOT, CommandLine
 from tests.unit.parts.stages import Residual
 
@@ -66,7 +67,7 @@ def mesh() -> Iterator[Any]:
 
 
 class ZeRODictionary(dict[str, Any]):
-    """In the place of DeepSpeed's dictionary of parameters, without DeepSpeed."""
+    """Stands for DeepSpeed's dictionary of parameters."""
 
 
 Stage = type("Pipe", (nn.Linear,), {"__module__": "torch.distributed.pipelining._IR"})
@@ -193,12 +194,12 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 def adam(network: nn.Module) -> Optimizers:
-    # The gradient of a key's bias is zero but for rounding, which a smaller eps would divide by itself.
+    # The gradient of a key's bias is only rounding, which a smaller eps would amplify.
     return [torch.optim.AdamW(network.parameters(), lr=1e-3, eps=1e-5)]
 
 
 def momentum(network: nn.Module) -> Optimizers:
-    # At 1e-2 training of a randomly grown ViT multiplies rounding by 100 in each stage.
+    # With lr=1e-2, training of a randomly grown ViT amplifies rounding by 100 in each stage.
     return [torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)]
 
 
@@ -227,7 +228,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "lemon": ("language", Lemon, adam),
     "bert2bert": ("language", Bert2Bert, adam),
     "random": ("convolutional", RandomGrowth, momentum),
-    # Adam would divide gradients of a block that begins at zero by numbers as small as rounding.
+    # Adam would amplify the rounding of gradients in a block that begins at zero.
     "depth": ("language", VarianceTransfer, momentum, stacked),
 }
 CASES: dict[str, Case] = {name: (*row, *[tuple][len(row) - 3 :]) for name, row in ROWS.items()}
@@ -285,7 +286,7 @@ def by_policies(network: Any, blocks: list[nn.Module]) -> None:
 
 
 def by_halves(network: nn.Module, blocks: list[nn.Module]) -> None:
-    """Forwards and backwards in bfloat16."""
+    """Forward and backward passes in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks:
         fully_shard(block, mp_policy=policy)
@@ -313,7 +314,7 @@ WAYS_TO_SHARD["both on four"] = lambda net, blocks: by_both(net, blocks, (2, 2))
 
 
 class Run:
-    """A network that trains for two steps in each of three stages, over processes or whole."""
+    """A network that trains for two steps in each of three stages, sharded or in one process."""
 
     def __init__(self, case: str, sharded: bool, way: str = "fsdp", **settings: Any) -> None:
         self.way, self.split = way, "tensors" not in way and "both" not in way
@@ -363,13 +364,13 @@ class Run:
         return logits
 
     def take(self, tensors: dict[str, Tensor]) -> None:
-        """Continue from the tensors of another run."""
+        """Copy the tensors of another run."""
         own = self.tensors(lambda tensor: tensor)
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
     def tensors(self, see: Callable[[Tensor], Tensor] = lambda t: whole(t).clone()) -> dict[str, Tensor]:
-        """All parameters, buffers and moments, whole."""
+        """All parameters, buffers and moments, unsharded."""
         reshard(self.network)
         names: dict[Tensor, str] = {p: name for name, p in self.network.named_parameters()}
         state = [pair for optimizer in self.optimizers for pair in optimizer.state.items()]
@@ -389,7 +390,7 @@ def close(one: Tensor, other: Tensor, bound: float) -> bool:
 
 
 def equals_one_process(case: str, way: str = "fsdp") -> None:
-    """At events to 1e-12 and in training to rounding, which is bfloat16's where Muon orthogonalises in that."""
+    """Compare with one process: to 1e-12, or to bfloat16's rounding after steps that compute in it (such as Muon's)."""
     run, plain = Run(case, True, way), Run(case, False)
     identities = (run.network, *run.optimizers, run.optimizers[0].param_groups[0])
     rough, found = CASES[case][2] is muon or way == "halves", dict[str, Tensor]()
@@ -455,7 +456,7 @@ def save(run: Run, folder: Path) -> None:
 
 
 def resumed(folder: Path) -> Run:
-    """Continue what `save` has saved, maybe by another number of processes."""
+    """Load a run that `save` saved, possibly on another number of processes."""
     run = Run("multipliers", True)
     state, run.steps = torch.load(folder / "grower.pt", weights_only=True)
     run.grower.load_state_dict(state)
@@ -476,7 +477,7 @@ def killed_in_an_event(folder: Path) -> None:
 
 
 def resumed_equals_undisturbed(folder: Path) -> None:
-    """Bit for bit on as many ranks, else to rounding."""
+    """Compare with an undisturbed run: bit for bit on equally many ranks, else to rounding."""
     ranks = dist.get_world_size()
     run, undisturbed = resumed(folder), Run("multipliers", ranks == 2)
     for epoch in (0, 1):
@@ -535,7 +536,7 @@ def test_four_ranks_and_a_killed_run_resumed_by_one_two_and_four(cli: CommandLin
 
 
 def elastic() -> None:
-    """Train with a checkpoint of each stage and from the last one; rank 1 dies at each moment in DIES once."""
+    """Train from the latest checkpoint and save one per stage; rank 1 dies once at each moment in DIES."""
     dist.init_process_group("gloo")
     first = len(list(Path().glob("checkpoint-*/grower.pt")))
     run = resumed(Path(f"checkpoint-{first - 1}")) if first else Run("multipliers", True)
@@ -564,7 +565,7 @@ ELASTIC = "from tests.unit.grower.test_sharded import elastic\n\nelastic()\n"
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_elastic_restarts_after_a_rank_is_killed_in_any_stage(tmp_path: Path) -> None:
-    """Equal to an undisturbed run: bit for bit on two ranks, to rounding where four continue from each checkpoint."""
+    """Equals an undisturbed run: bit for bit on two ranks, to rounding if four ranks continue from a checkpoint."""
     moments = ["training in stage 0", "event to stage 1", "training in stage 2"]
     for name in ("undisturbed", "killed", "from 0", "from 1"):
         (tmp_path / name).mkdir()
@@ -573,14 +574,14 @@ def test_elastic_restarts_after_a_rank_is_killed_in_any_stage(tmp_path: Path) ->
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     in_processes(ELASTIC, tmp_path / "killed", *options, DIES=", ".join(moments), **own_store)
     assert all((tmp_path / "killed" / moment).exists() for moment in moments)
-    wanted, found = (torch.load(tmp_path / name / "end.pt") for name in ("undisturbed", "killed"))
-    assert differences(found, wanted, 0.0) == []
+    expected, found = (torch.load(tmp_path / name / "end.pt") for name in ("undisturbed", "killed"))
+    assert differences(found, expected, 0.0) == []
     for stage in (0, 1):
         folder = tmp_path / f"from {stage}"
         for before in range(stage + 1):
             shutil.copytree(tmp_path / "killed" / f"checkpoint-{before}", folder / f"checkpoint-{before}")
         in_processes(ELASTIC, folder, ranks=4)
-        assert differences(torch.load(folder / "end.pt"), wanted, 1e-12) == []
+        assert differences(torch.load(folder / "end.pt"), expected, 1e-12) == []
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -626,7 +627,7 @@ def bytes_of_tensors() -> int:
 
 @pytest.mark.parametrize("state", ["inherit", "reset"])
 def test_an_event_needs_memory_for_a_few_tensors_at_any_depth(state: Any, mesh: Any) -> None:
-    """With weights, moments and gradients in pieces, and old pieces that return after an error."""
+    """Weights, moments and gradients are sharded, also after an event that failed."""
     network = nn.Sequential(*(nn.Linear(32, 32) for _ in range(40)))
     x, then = torch.randn(2, 32), list[int]()
     trigger = {0: 0.5, 1: 0.75, 2: 1.0}
@@ -634,8 +635,7 @@ def test_an_event_needs_memory_for_a_few_tensors_at_any_depth(state: Any, mesh: 
     optimizer = torch.optim.AdamW(network.parameters())
     grower.follow(optimizer, state=state)
     grower.step(epoch=0)
-    network(x).square().mean().backward()
-    optimizer.step()
+    train(network, optimizer, x)
     reshard(network)
     output = network(x)
     reshard(network)
@@ -657,7 +657,7 @@ def test_an_event_needs_memory_for_a_few_tensors_at_any_depth(state: Any, mesh: 
 
 @pytest.mark.parametrize("wrapper", [None, checkpoint_wrapper])
 def test_a_seed_on_meta_is_drawn_in_pieces(wrapper: Any, mesh: Any) -> None:
-    """What the method draws has the bits of a seed that was whole; modules begin the rest."""
+    """The method's draws equal those of an unsharded seed bit for bit; modules initialise the rest."""
 
     def shard(network: Any) -> None:
         if wrapper is not None:
@@ -680,8 +680,7 @@ def test_a_seed_on_meta_is_drawn_in_pieces(wrapper: Any, mesh: Any) -> None:
             network(TOKENS[epoch, :, :5] % 12).square().mean().backward()
             optimizer.step()
     one, other = drawn
-    begun = [name for name in one if not torch.equal(one[name], other[name])]
-    assert begun == ["0.table.weight", "0.head.weight"] and one.keys() == other.keys()
+    assert differing(one, other) == ["0.head.weight", "0.table.weight"]
     assert 0.7 < float(other["0.table.weight"].std()) < 1.3
 
 
@@ -695,21 +694,18 @@ def test_meta_tensors_without_initialisation_raise_an_error(dtype: torch.dtype, 
 
 
 def test_a_trained_network_grows_into_a_sharded_one(mesh: Any) -> None:
-    """It equals growth of the whole one, with Adam's moments."""
+    """Growth equals that of an unsharded network, with Adam's moments."""
     grown = []
     for shard in (None, fully_shard):
         torch.manual_seed(0)
         small, wide = (nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 2)) for n in (8, 16))
         optimizer = torch.optim.AdamW(small.parameters())
-        small(X).square().mean().backward()
-        optimizer.step()
+        train(small, optimizer, X)
         expected = small(X)
         grower = Grower.from_trained(small, wide, X, optimizer=optimizer, shard=shard)
         grower.step(epoch=0)
         torch.testing.assert_close(wide(X), expected)
-        optimizer.zero_grad()
-        wide(X).square().mean().backward()
-        optimizer.step()
+        train(wide, optimizer, X)
         reshard(wide)
         assert any(map(is_piece, wide.parameters())) == (shard is not None)
         moments = [entries["exp_avg"] for entries in optimizer.state.values()]

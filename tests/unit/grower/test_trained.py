@@ -1,4 +1,4 @@
-"""A trained network is the first stage of a larger one: outputs, moments, optimizers, layers, loops, ranks."""
+"""Growth from a trained network: outputs, moments, optimizers, inserted layers, training loops, ranks."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +21,8 @@ from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
 from growlab.optim import BaseRate
 from growlab.parts import Depth, Part
+from tests.cases import differing, same_parameters, tracked
+from tests.cases import train as take_steps
 from tests.command_line import CommandLine
 from tests.unit.frontends import trainer_runs
 from tests.unit.frontends.lightning_runs import Plain, Save, trainer_of
@@ -32,7 +34,7 @@ TEXT = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
 
 
 def decoder(kind: str, width: int, layers: int, head: int = 8, mlp: int = 2, **more: Any) -> Any:
-    """A small decoder of transformers; `mlp` is the hidden layer's width over the stream's."""
+    """A small decoder of transformers; `mlp` is the ratio of the hidden width to the stream's width."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=64, hidden_size=width, intermediate_size=mlp * width, num_hidden_layers=layers,
         num_attention_heads=width // head, num_key_value_heads=width // head, head_dim=head, use_cache=False,
@@ -55,7 +57,7 @@ def gemma3(width: int, layers: int) -> Any:
 
 
 def mixtral(width: int, layers: int) -> Any:
-    # Its grouped products do without float64.
+    # Its grouped matrix products do not support float64.
     return decoder("Mixtral", width, layers, num_local_experts=4, num_experts_per_tok=2)
 
 
@@ -84,7 +86,7 @@ def convnext(width: int, layers: int) -> Any:
 
 
 def resnet(width: int, layers: int) -> Any:
-    """The first layer of its second stage has strides and a shortcut of its own: no other one copies it."""
+    """The first layer of its second stage has a stride and a projection, so that no other layer can copy it."""
     config = transformers.ResNetConfig(
         embedding_size=width, hidden_sizes=[width, 2 * width], depths=[layers, layers], layer_type="basic",
         num_labels=5,
@@ -159,10 +161,6 @@ def trained(make: Callable[..., Any], inputs: dict[str, Tensor], steps: int = 5)
     return small, optimizer
 
 
-def members(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
 def same(before: nn.Module, after: nn.Module, inputs: dict[str, Tensor]) -> float:
     return relative_error(output(before, inputs), output(after, inputs))
 
@@ -178,7 +176,7 @@ def test_outputs_stay_and_the_result_loads_into_a_fresh_network() -> None:
     wide, start = make(32, 4), copy.deepcopy(small)
     grower = Grower.from_trained(small, wide, inputs, optimizer=optimizer, trigger={0: "small", 1: 1.0})
     assert same(small, wide, inputs) < 1e-10
-    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), start.parameters(), strict=True))
+    assert same_parameters(small, start)
     grower.step(epoch=0)
     train(wide, optimizer, inputs, 2)
     before = copy.deepcopy(output(wide, inputs))
@@ -189,7 +187,7 @@ def test_outputs_stay_and_the_result_loads_into_a_fresh_network() -> None:
     fresh = make(32, 4)
     fresh.load_state_dict(wide.state_dict())
     assert relative_error(before, output(fresh, inputs)) < 1e-10
-    assert members(optimizer) == {id(p) for p in wide.parameters()}
+    assert set(tracked(optimizer)) == {id(p) for p in wide.parameters()}
     train(wide, optimizer, inputs, 1)
 
 
@@ -233,14 +231,14 @@ def test_equal_copies_cause_a_warning(method: Any, width: int, warns: bool, capl
 @pytest.mark.parametrize("method", [VarianceTransfer(), pytest.param(Net2Net(), marks=pytest.mark.slow)])
 def test_inexact_growth_of_a_normalised_stream_raises_an_error(method: Any) -> None:
     small, optimizer = trained(llama, TEXT)
-    # Not a whole factor for Net2Net.
+    # For Net2Net, a width that is no multiple of the old one.
     wide = llama(24 if isinstance(method, Net2Net) else 32, 2)
     grower = Grower.from_trained(small, wide, TEXT, method=method, optimizer=optimizer)
     before = copy.deepcopy(wide.state_dict())
     with pytest.raises(UserError, match="HyperCloning"):
         grower.step()
     assert grower.events == [] and same(small, wide, TEXT) < 1e-12
-    assert all(torch.equal(tensor, before[name]) for name, tensor in wide.state_dict().items())
+    assert not differing(before, wide.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -359,18 +357,18 @@ def test_enlarge_leaves_the_optimizer_unchanged_if_it_fails() -> None:
 
 
 def test_parameters_of_absent_blocks_leave_an_optimizer_made_before() -> None:
-    """A state of all of them is loaded when the blocks have come in, and an error if they never do."""
+    """A loaded state of all parameters waits for the blocks; finishing without them raises an error."""
     for steps in (1, 0):
         wide = residual(32, 3)
         optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
         full = copy.deepcopy(optimizer.state_dict())
         grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
         grower.follow(optimizer)
-        assert members(optimizer) == {id(p) for p in wide.parameters()}
+        assert set(tracked(optimizer)) == {id(p) for p in wide.parameters()}
         if steps:
             train(wide, optimizer, IMAGES, 1)
             grower.step(epoch=1)
-            assert members(optimizer) == {id(p) for p in wide.parameters()}
+            assert set(tracked(optimizer)) == {id(p) for p in wide.parameters()}
             train(wide, optimizer, IMAGES, 1)
         optimizer.load_state_dict(full)
         with nullcontext() if steps else pytest.raises(UserError, match="the state of 22 parameters, and has 10"):
@@ -379,26 +377,18 @@ def test_parameters_of_absent_blocks_leave_an_optimizer_made_before() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_newborn_entries_have_their_own_age_after_a_state_of_torch(steps: int) -> None:
-    """A loaded state without ages: the first step of new entries is one rate, not 0.1 / sqrt(0.001) of it."""
-
-    def step(network: Any, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        network(X).square().mean().backward()
-        optimizer.step()
-
+    """After a loaded state without ages, the first step of new entries has length lr, not 0.1 / sqrt(0.001) lr."""
     small, wide = perceptron(8), perceptron(16)
     optimizer = torch.optim.AdamW(small.parameters())
-    for _ in range(50):
-        step(small, optimizer)
+    take_steps(small, optimizer, X, steps=50)
     own = growlab.optim.AdamW(small.parameters(), rule=BaseRate(), weight_decay=0.0)
     own.load_state_dict(optimizer.state_dict())
     own.param_groups[0]["weight_decay"] = 0.0
     grower = Grower.from_trained(small, wide, X, optimizer=own, method=VarianceTransfer(), trigger={0: "small", 1: 1.0})
-    for _ in range(steps):
-        step(wide, own)
+    take_steps(wide, own, X, steps=steps)
     grower.step(epoch=1)
     before = wide[0].weight.detach().clone()
-    step(wide, own)
+    take_steps(wide, own, X)
     moved = (wide[0].weight - before).abs()[8:]
     assert torch.allclose(moved, torch.full_like(moved, 1e-3), rtol=1e-2)
 
@@ -415,7 +405,7 @@ def test_resizing_the_vocabulary_without_the_grower_raises_an_error() -> None:
 
 
 class Scaled(nn.Module):
-    """Embeddings times the root of their width, a buffer that is not saved (as in Gemma) or a number; a tied head."""
+    """Embeddings times the root of their width, an unsaved buffer (as in Gemma) or a number, and a tied head."""
 
     def __init__(self, width: int, as_number: bool = False) -> None:
         super().__init__()
@@ -484,7 +474,7 @@ def test_growth_ends_at_once_where_normalisations_count_all_channels_equally(met
 
 
 class Unusual(nn.Module):
-    """Fused projections of attention, stacked experts, a tied table, and a block that comes in later with a scalar."""
+    """Fused projections of attention, stacked experts, a tied table, and blocks with a scalar parameter."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -555,7 +545,7 @@ STEPS, EVENT = 4, 2
 
 @dataclass(frozen=True)
 class Run:
-    """What one training does; every step is an epoch of one batch, all of the data."""
+    """Settings of a training run, in which each epoch is one step on all data."""
 
     name: str
     lr: float
@@ -573,7 +563,7 @@ class Run:
 
     @property
     def batch(self) -> dict[str, Tensor]:
-        # The Trainer divides losses by the number of labels, which are shifted: the first counts nowhere.
+        # The Trainer divides by the number of labels. The first one is never predicted, so it is masked.
         words = TOKENS.masked_fill(torch.arange(TOKENS.shape[1]) == 0, -100)
         return {**self.inputs, "labels": words if "input_ids" in self.inputs else LABELS}
 
@@ -607,7 +597,7 @@ class Watch(Part):
         return {}
 
     def check(self, grower: Any) -> None:
-        """Called last when training begins."""
+        """Note the outputs before training, since this is called last."""
         self.first = self._now(grower)
 
     def after_step(self, grower: Any) -> None:
@@ -674,7 +664,7 @@ class Lightning:
         small = run.network(False)
         trainer = self._fit(run, small, folder, [])
         if run.name == "gemma3":
-            # Its factor on embeddings is no tensor of a checkpoint.
+            # Checkpoints do not have its factor on embeddings.
             small.save_pretrained(folder / "small")
             torch.save(trainer.optimizers[0].state_dict(), folder / "small" / "optimizer.pt")
             return folder / "small"
@@ -744,7 +734,7 @@ def test_outputs_stay_from_the_trained_network_to_the_saved_result(name: str, lo
     assert relative_error(watch.last, found := output(wide, run.inputs)) < exact(wide)
     wide.save_pretrained(tmp_path / "saved")
     state = type(wide).from_pretrained(tmp_path / "saved").state_dict()
-    # Gemma's factor is a number of float32 in this one too.
+    # In a network made as `wide` is, because Gemma's factor, which is not saved, must be rounded to float32 too.
     (loaded := run.network(True)).load_state_dict(state)
     assert relative_error(found, output(loaded, run.inputs)) < exact(wide)
     for stop in (1, 3):

@@ -1,4 +1,4 @@
-"""A growth event in which anything raises leaves everything as it was, to the bit, and can be tried again."""
+"""A growth event that raises an error anywhere leaves everything unchanged, bit for bit, and can be repeated."""
 
 import inspect
 import random
@@ -41,7 +41,7 @@ class Network(nn.Module):
 
 
 class Restless(Part):
-    """Writes wherever a part can, in place too, around each event."""
+    """Changes its attributes and the network, also in place, before and after each event."""
 
     name = "restless"
 
@@ -85,7 +85,7 @@ class Slow(torch.optim.Optimizer):
 
 
 class Training:
-    """A training before its first event."""
+    """A training run after four steps, before its first event."""
 
     def __init__(self, method: Any = None) -> None:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -116,7 +116,7 @@ class Training:
         (self.network(X) + 1).square().mean().backward()
 
     def everything(self) -> dict[str, Any]:
-        """By name: identity and content of all there is."""
+        """Identity and content of all tensors, state and attributes, by name."""
         found: dict[str, Any] = {}
 
         def note(name: str, value: Any) -> None:
@@ -160,11 +160,11 @@ class Struck(Exception):
 
 @contextmanager
 def struck(at: int) -> Iterator[list[int]]:
-    """Raise in the call of that number of a function of growlab, of a module or of a test's part."""
+    """Raise at the call with this number among all calls of functions of growlab and of this file."""
     calls = [0]
 
     def watch(frame: Any, kind: str, _: Any) -> None:
-        # What is raised while a generator is closed is not raised in an event.
+        # Leave out generators, because an error raised while one is closed is ignored.
         generator = frame.f_code.co_flags & inspect.CO_GENERATOR
         if kind == "call" and not generator and frame.f_code.co_filename.startswith((HERE, __file__)):
             calls[0] += 1
@@ -198,7 +198,7 @@ def test_a_fault_anywhere_in_an_event_leaves_everything_as_it_was(share: int, un
     expected, number = undisturbed
     training = Training()
     before = training.everything()
-    # Each share of the event's calls is struck at its beginning, and once behind it.
+    # Strike twice in each share of the event's calls, at its beginning and in its middle.
     for at in (1, 1 + number // 24):
         with pytest.raises(Struck), struck(share * number // 12 + at):
             training.grower.step(epoch=1)
@@ -212,13 +212,13 @@ def _raise(*_: Any, **__: Any) -> Any:
     raise Struck
 
 
-# The object or module, and the name of what raises.
+# The target of the patch that raises.
 FAULTS: dict[str, tuple[Any, ...]] = {
     "trigger": (At, "next"),
     "method": (VarianceTransfer, "grow"),
     "noise": (VarianceTransfer, "noise"),
     "part before": (Averages, "before_growth"),
-    "part behind": (Averages, "after_growth"),
+    "part after": (Averages, "after_growth"),
     "state": ("growlab.optim.carry.replace_in_groups",),
     "ranks": ("growlab.grower.grower.ranks.broadcast_buffers",),
     "compiler": (torch.compiler, "reset"),
@@ -247,7 +247,7 @@ def test_failures_in_user_hooks_and_in_then_undo_events() -> None:
     averages: Any = training.grower.parts[0]
     for network in (training.network, averages.module, training.average.module):
         for at in range(1, 3):
-            # An iterator's state cannot be restored, so that it counts all calls.
+            # growlab cannot restore an iterator, so this one counts all calls.
             calls = iter([False] * (at - 1) + [True])
 
             def hook(*_: Any, calls: Iterator[bool] = calls) -> None:
@@ -260,9 +260,7 @@ def test_failures_in_user_hooks_and_in_then_undo_events() -> None:
             handle.remove()
     with pytest.raises(Struck):
         training.grower.step(epoch=2, then=_raise)
-    after = training.everything()
-    hooks = [name for name in differing(before, after) if "hidden" not in name]
-    assert hooks == []
+    assert [name for name in differing(before, training.everything()) if "hidden" not in name] == []
     called: list[int] = []
     assert len(training.grower.step(epoch=2, then=lambda: called.append(1))) == 2
     assert training.grower.step(epoch=2, then=lambda: called.append(1)) == []
@@ -271,7 +269,7 @@ def test_failures_in_user_hooks_and_in_then_undo_events() -> None:
 
 
 class Counted(At):
-    """Counts its calls, and raises."""
+    """Counts its calls and raises an error."""
 
     calls = 0
 
@@ -298,8 +296,7 @@ def test_an_average_that_cannot_follow_undoes_the_event_of_the_network() -> None
     with pytest.raises(ParityError, match="an average of the network"):
         training.grower.step(epoch=1)
     after = training.everything()
-    changed = [name for name in differing(before, after) if repr(before[name]) != repr(after[name])]
-    assert changed == []
+    assert [name for name in differing(before, after) if repr(before[name]) != repr(after[name])] == []
 
 
 def test_a_failed_step_leaves_the_clock_unchanged() -> None:

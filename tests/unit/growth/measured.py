@@ -1,4 +1,4 @@
-"""Planted networks with training batches, for events that look at data."""
+"""Growing networks with training batches, for methods that use data."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Started(Growing):
-    """A planted network and what its events look at."""
+    """A growing network and the batches that its events use."""
 
     batches: list[tuple[Tensor, Tensor]]
 
@@ -26,7 +26,7 @@ class Started(Growing):
         return tensors_of(self.network, self.graph)
 
     def context(self, more: int = 0) -> tuple[GrowthContext, list[GroupTensors]]:
-        """An event by which every group gets so many more channels, and its groups."""
+        """Context of an event that adds `more` channels to every group, and the groups' tensors."""
         old = dict(self.state.widths)
         new = {group: width + more for group, width in old.items()}
         return GrowthContext(self.graph, self.tensors(), old, new, 5, 1), [group_tensors(self.graph, g) for g in old]
@@ -36,7 +36,7 @@ class Started(Growing):
         return super().grow(widths, 5, data=data), data
 
     def widen(self, more: int) -> tuple[GrowthEvent, Measurement]:
-        """Grow every group by so many channels."""
+        """Grow every group by `more` channels."""
         return self.grow({group: width + more for group, width in self.state.widths.items()})
 
     def loss(self) -> Tensor:
@@ -53,7 +53,7 @@ def started(
     num_batches: int = 2,
     size: int = 12,
 ) -> Started:
-    """Plant a network, drawn anew, at a part of its widths; deterministic."""
+    """Reinitialise a network deterministically and shrink it to a part of its widths."""
     torch.manual_seed(0)
     for module in network.modules():
         if isinstance(reset := getattr(module, "reset_parameters", None), Callable):
@@ -68,13 +68,18 @@ def started(
     return run
 
 
+def with_one(x: Tensor) -> Tensor:
+    """Append a constant 1, the input of the bias."""
+    return torch.cat([x, torch.ones(*x.shape[:-1], 1, dtype=x.dtype)], -1)
+
+
 def mlp(activation: nn.Module | None = None, inputs: int = 5) -> nn.Sequential:
     first, second = (activation or nn.Tanh() for _ in range(2))
     return nn.Sequential(nn.Linear(inputs, 8), first, nn.Linear(8, 6), second, nn.Linear(6, 3))
 
 
 class Residual(nn.Module):
-    """A stream that two layers put out, batch normalisation, a depthwise convolution."""
+    """A stream that two layers produce, batch normalisation and a depthwise convolution."""
 
     def __init__(self) -> None:
         super().__init__()

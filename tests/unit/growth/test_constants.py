@@ -1,4 +1,4 @@
-"""Tables that stand beside growing channels end training as they began it, and growth is exact around them."""
+"""Constant tensors beside growing channels: unchanged at the end of training, and growth is exact around them."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from growlab.growth.parity import relative_error
 from growlab.widths import trace
 from growlab.widths.places import plain_tensors
 from tests import cases
-from tests.cases import Around, outputs
+from tests.cases import Around, differing, outputs, train
 
 ROWS, WIDTH, ROUNDING = 5, 16, 1e-10
 METHODS = {
@@ -45,12 +45,12 @@ def unsaved(net: nn.Module, table: Tensor) -> None:
 
 
 def plain(net: nn.Module, table: Tensor) -> None:
-    """A tensor that is neither parameter nor buffer, and in no state_dict: SimpleViT's positions."""
+    """A tensor that is neither parameter nor buffer, and in no state_dict, like SimpleViT's positions."""
     net.table = table
 
 
 def plain_twice(net: nn.Module, table: Tensor) -> None:
-    """The same tensor in two modules, under other names."""
+    """The same tensor in two modules under different names."""
     net.table = net.m.positions = table
 
 
@@ -67,7 +67,7 @@ def computed(net: nn.Module, x: Tensor) -> Tensor:
 
 
 class Tabled(nn.Module):
-    """A stream with a residual layer, and a table that is kept, and used beside it, in one of many spellings."""
+    """A residual layer and a constant table, which `keep` stores and `beside` combines with the stream."""
 
     def __init__(self, keep: Keep = buffer, beside: Beside = added, norm: bool = False) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Tabled(nn.Module):
 
 
 class FrozenBatchNorm(nn.Module):
-    """As detectors have it, by numbers in buffers."""
+    """Batch normalisation whose numbers are all buffers, as in torchvision's detectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class FrozenBatchNorm(nn.Module):
 
 
 class Statistics(nn.Module):
-    """Learned gains beside statistics that no state_dict has and nothing updates."""
+    """Learned gains with running statistics that are never saved or updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Statistics(nn.Module):
 
 
 class Convolved(nn.Module):
-    """Images: a value per channel, and a batch normalisation of numbers in buffers behind it."""
+    """Images plus a constant per channel, followed by a frozen batch normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
     "not saved": lambda: Tabled(unsaved),
     "plain": lambda: Tabled(plain),
     "plain twice": lambda: Tabled(plain_twice, lambda net, x: x + net.table.to(x) * net.m.positions.to(x)),
-    # Whisper's: more rows than an input has.
+    # As in Whisper: more rows than the input has positions.
     "longer": lambda: Tabled(
         lambda net, _: unsaved(net, sinusoids(9)[None]), lambda net, x: x + net.table[:, : x.shape[1]], norm=True
     ),
@@ -149,7 +149,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
 
 
 def untrained(network: nn.Module) -> dict[str, Tensor]:
-    """All that training leaves alone: buffers but for live statistics, and frozen parameters."""
+    """Tensors that training must not change: frozen parameters, plain tensors, all buffers but live statistics."""
     found = {name: p for name, p in network.named_parameters() if not p.requires_grad}
     found |= {name: b for name, b in network.named_buffers() if not name.startswith("n.")}
     found |= plain_tensors(network)
@@ -172,15 +172,7 @@ def grower(network: nn.Module, method: str) -> growlab.Grower:
     return grower
 
 
-def trained(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    network.train()
-    for seed in range(2):
-        optimizer.zero_grad()
-        network(inputs(seed)).square().mean().backward()
-        optimizer.step()
-
-
-# Every spelling with one method, every method with one spelling: they do not interact.
+# Each spelling and each method once: they do not interact.
 WITH = {
     "convolved": ("ours rescaled", "hypercloning with noise", "random", "GradMax", "FireFly"),
     "longer": ("pairs", "lemon", "Tiny"),
@@ -196,7 +188,7 @@ PAIRS = [
 @pytest.mark.parametrize(("method", "spelling"), PAIRS)
 def test_constants_end_as_they_began(method: str, spelling: str) -> None:
     network = built(SPELLINGS[spelling])
-    begun, growing = untrained(network), grower(network, method)
+    constants, growing = untrained(network), grower(network, method)
     assert growing.full_graph.full_widths and growing.full_graph.constants
     optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.01)
     growing.follow(optimizer)
@@ -205,24 +197,22 @@ def test_constants_end_as_they_began(method: str, spelling: str) -> None:
         events = growing.step(epoch=epoch)
         if events and method not in INEXACT:
             after = [outputs(network, inputs(7), training) for training in (False, True)]
-            train = 1e-2 if "ours" in method and spelling == "convolved" else ROUNDING
+            train_error = 1e-2 if "ours" in method and spelling == "convolved" else ROUNDING
             noise = 0.1 if "noise" in method and spelling == "convolved" else 0.0
             assert relative_error(before[0], after[0]) <= ROUNDING + noise
-            assert relative_error(before[1], after[1]) <= train + noise
+            assert relative_error(before[1], after[1]) <= train_error + noise
             assert events[0].parity_error_eval <= ROUNDING
-        trained(network, optimizer)
+        for seed in range(2):
+            train(network.train(), optimizer, inputs(seed))
     growing.finish()
-    ended = untrained(network)
-    assert ended.keys() == begun.keys()
-    for name, tensor in begun.items():
-        assert torch.equal(ended[name], tensor), name
+    assert not differing(constants, untrained(network))
     fresh = built(SPELLINGS[spelling], seed=0)
     fresh.load_state_dict(network.state_dict())
     assert relative_error(outputs(network, inputs(7), False), outputs(fresh, inputs(7), False)) <= ROUNDING
 
 
 def followed(net: nn.Module, x: Tensor) -> Tensor:
-    """With a buffer that the forward follows."""
+    """Use a buffer that the forward updates in train mode."""
     if net.training:
         net.mean.lerp_(x.detach().mean((0, 1)), 0.1)
     return added(net, x) - net.mean
@@ -231,7 +221,7 @@ def followed(net: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("keep", [buffer, unsaved, plain])
 def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(keep: Keep) -> None:
     def drawn(net: nn.Module, table: Tensor) -> None:
-        """A random table that no constructor makes again."""
+        """A random table, which constructing the network again would not reproduce."""
         keep(net, torch.randn_like(table).double())
         net.register_buffer("mean", torch.zeros(WIDTH))
 
@@ -239,41 +229,41 @@ def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(kee
         return Tabled(drawn, followed, norm=True)
 
     network = built(make)
-    begun, first = network.table.clone(), grower(network, "net2net")
+    table, first = network.table.clone(), grower(network, "net2net")
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     first.follow(optimizer)
     first.step(epoch=1)
-    trained(network, optimizer)
+    train(network.train(), optimizer, inputs(0))
     saved = io.BytesIO()
     torch.save({"network": network.state_dict(), "growth": first.state_dict()}, saved)
     saved.seek(0)
     content = torch.load(saved, weights_only=True)
-    # Made of another seed: what is saved counts.
+    # Built with another seed: the saved table must win.
     again = built(make, seed=1 if keep is buffer else 0)
     second = grower(again, "net2net")
     second.load_state_dict(content["growth"])
     again.load_state_dict(content["network"])
     for run in (first, second):
         run.step(epoch=2)
-        assert torch.equal(run.network.table, begun)
-        # What training has written to is no constant: copies are of what it has become.
+        assert torch.equal(run.network.table, table)
+        # A buffer that training updates is no constant: new channels copy its current values.
         assert run.network.mean.shape == (WIDTH,) and not torch.equal(run.network.mean[8:], torch.zeros(8))
     assert torch.equal(outputs(network, inputs(7), False), outputs(again, inputs(7), False))
 
 
 @pytest.mark.parametrize("spelling", ["not saved", "plain"])
-def test_withdrawing_and_averages_leave_constants_whole(spelling: str) -> None:
+def test_averages_and_restored_networks_keep_constants_at_full_width(spelling: str) -> None:
     network = built(SPELLINGS[spelling])
-    begun, growing = network.table.clone(), grower(network, "net2net")
+    table, growing = network.table.clone(), grower(network, "net2net")
     average = torch.optim.swa_utils.AveragedModel(network, use_buffers=True)
     growing.follow(average)
     for epoch in range(3):
         average.update_parameters(network)
         growing.step(epoch=epoch)
-    assert torch.equal(average.module.table, begun)
+    assert torch.equal(average.module.table, table)
     network = built(SPELLINGS[spelling])
     grower(network, "net2net").restore_full_width()
-    assert torch.equal(network.table, begun)
+    assert torch.equal(network.table, table)
 
 
 def test_a_constant_that_has_been_written_to_keeps_what_was_written() -> None:
@@ -289,8 +279,7 @@ def test_a_network_that_is_frozen_as_a_whole_has_no_constants_but_its_buffers() 
     assert graph.full_widths and not graph.constants
 
 
-def test_channels_that_a_constant_takes_stay_for_that_reason() -> None:
-    """A frozen vector takes the channels of the first layer."""
+def test_channels_multiplied_with_a_frozen_vector_keep_their_width() -> None:
     network = Around(
         lambda net, x: net.c(torch.relu(net.b(x))) * (torch.relu(net.a(x)) @ net.v)[..., None],
         **{"a": [6, WIDTH], "b": [6, 8], "c": [8, 3], "v": nn.Parameter(torch.randn(WIDTH), requires_grad=False)},
@@ -325,7 +314,7 @@ def updated_in_place(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def normalised(net: nn.Module, x: Tensor) -> Tensor:
-    """By statistics that training may follow."""
+    """Batch normalisation with plain tensors as running statistics."""
     return F.batch_norm(x.transpose(1, 2), net.mean, net.var, training=net.training).transpose(1, 2)
 
 
@@ -334,7 +323,7 @@ def normalised(net: nn.Module, x: Tensor) -> Tensor:
     [
         (in_a_list, lambda net, x: x + net.tables[0].to(x)),
         (also_in_a_list, lambda net, x: added(net, x) + net.tables[0].to(x)),
-        # No parameter, but with a gradient.
+        # Not a parameter, but it requires a gradient.
         (lambda net, table: plain(net, table.requires_grad_()), added),
         *((plain, updated), (plain, updated_in_place), (statistics, normalised)),
     ],
@@ -345,7 +334,7 @@ def test_plain_tensors_that_may_change_or_are_stored_twice_keep_their_channels(k
 
 
 def test_a_cache_that_was_filled_before_the_trace_is_no_constant() -> None:
-    """A table that the forward computes at the width that the network has, if there is none."""
+    """The forward computes its table at the current width if there is none."""
 
     def filled(net: nn.Module, x: Tensor) -> Tensor:
         if net.table is None or net.table.shape[0] < x.shape[1]:

@@ -25,13 +25,13 @@ from growlab.growth import (
 from growlab.growth.constants import as_applied
 from growlab.growth.parity import relative_error
 from growlab.widths import resized, tensors_of
-from tests.cases import METHODS, NETWORKS, PRESERVING, Growing, graph_of, outputs
+from tests.cases import METHODS, NETWORKS, PRESERVING, Growing, differing, graph_of, outputs, train
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def pairs(*places: int) -> list[tuple[str, str]]:
-    """Each method with a sixth of the networks for every place, each network with as many methods."""
+    """For each place: every method with a sixth of the networks, and every network with a sixth of the methods."""
     return [
         (method, network)
         for i, method in enumerate(METHODS)
@@ -40,19 +40,19 @@ def pairs(*places: int) -> list[tuple[str, str]]:
     ]
 
 
-# All pairs in float64 are slow: the fast ones have each method and each network, one or two times.
+# Running all pairs in float64 is slow; each fast sample has every method and network once or twice.
 SAMPLE, FURTHER, OTHERS = pairs(0), pairs(3), pairs(1, 2, 3, 4, 5)
-# From width 1 over odd numbers to full width.
+# From width 1 through odd widths to full width.
 PARTS = (0.2, 0.65, 1.0)
 
 
 class Run(Growing):
-    """A network of the tables on its way through its widths."""
+    """A network of the table that grows through `PARTS`."""
 
     def __init__(self, network: str, method: str, dtype: torch.dtype = torch.float64, noise: float = 0.0) -> None:
         self.case = NETWORKS[network]
-        made = self.case.make(dtype), self.case.inputs(dtype), METHODS[method].make(noise)
-        super().__init__(*made, PARTS[0], 5, graph_of(network))
+        inputs, growth_method = self.case.inputs(dtype), METHODS[method].make(noise)
+        super().__init__(self.case.make(dtype), inputs, growth_method, PARTS[0], 5, graph_of(network))
         # Samples that its events have not seen.
         self.fresh = self.case.inputs(dtype, seed=9)
 
@@ -89,7 +89,7 @@ def test_growth_keeps_its_promises(method: str, network: str, dtype: torch.dtype
         after_train = run.outputs(training=True) * event.output_factor
         assert relative_error(before_eval, after_eval) <= ROUNDING[dtype]
         assert max(event.parity_error_eval, event.parity_error_train) <= ROUNDING[dtype]
-        # Of a rescaled input, batch normalisation's eps is another part.
+        # Batch normalisation's eps has another relative size if its input is rescaled.
         assert relative_error(before_train, after_train) <= (1e-2 if "ours" in method else ROUNDING[dtype])
         factor *= event.output_factor
     assert run.state.stage == 2
@@ -109,7 +109,7 @@ def test_old_entries_land_where_the_axes_say(method: str, network: str) -> None:
         for attention in run.graph.attentions:
             multiplied = run.method.layer_multipliers and name.endswith("weight")
             if name in attention.queries and not multiplied:
-                # They take up what becomes of the scale of attention.
+                # Queries compensate for the changed scale of attention.
                 before, after = (attention.axis.length(w) for w in (widths, event.widths_after))
                 old[name] = old[name] * math.sqrt(after / before)
         if method in ("pairs", "random"):
@@ -139,8 +139,7 @@ def test_growing_by_nothing_changes_nothing(method: str, network: str) -> None:
     after = dict(run.network.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in before.items())
     assert all(buffer is buffers[name] for name, buffer in run.network.named_buffers())
-    for name, tensor in run.network.state_dict().items():
-        assert torch.equal(tensor, content[name])
+    assert not differing(run.network.state_dict(), content)
     assert event.replaced == {}
     assert event.output_factor == 1.0
     assert run.state.stage == 1
@@ -158,12 +157,11 @@ def test_weights_depend_on_seed_and_stage_alone(method: str, network: str) -> No
         finally:
             torch.set_default_dtype(torch.float32)
         grown.append(run.network.state_dict())
-    for name in grown[0]:
-        assert torch.equal(grown[0][name], grown[1][name])
+    assert not differing(*grown)
     other = Run(network, method, noise=0.1)
     other.state.stage = 1
     other.grow(1.0)
-    assert any(not torch.equal(grown[0][name], tensor) for name, tensor in other.network.state_dict().items())
+    assert differing(grown[0], other.network.state_dict())
 
 
 @pytest.mark.parametrize(("method", "network"), pairs(0))
@@ -225,7 +223,7 @@ def test_noise_separates_replicas_of_net2net() -> None:
 
 
 def twins_of(replaced, group: str, width_before: int) -> list[tuple[int, int]]:
-    """Channels of the group whose producing rows are equal after the event."""
+    """Pairs of channels of the group whose incoming weights are equal after the event."""
     rows = replaced[f"{group}.weight"][1].detach().flatten(1)
     pairs = [(a, b) for b in range(width_before, len(rows)) for a in range(b)]
     return [(a, b) for a, b in pairs if torch.equal(rows[a], rows[b])]
@@ -238,10 +236,7 @@ def gap(network: nn.Module, group: str, a: int, b: int) -> float:
 
 def train_one_step(run: Run) -> None:
     optimizer = torch.optim.SGD(run.network.parameters(), lr=0.1)
-    x = run.case.inputs(num_samples=64, seed=4)
-    optimizer.zero_grad()
-    run.network.train()(x).square().mean().backward()
-    optimizer.step()
+    train(run.network.train(), optimizer, run.case.inputs(num_samples=64, seed=4))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A growth event as a whole: receipts, noise, rollback, and everything that it must leave alone."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -29,11 +30,11 @@ from growlab.growth.parity import relative_error
 from growlab.growth.rescale import fold_output_factor
 from growlab.lab.training.build import make_network
 from growlab.widths import UnsupportedOperation, trace
-from tests.cases import NETWORKS, Around, Growing, outputs, planted
+from tests.cases import NETWORKS, Around, Growing, differing, outputs, planted
 
 
 class Broken(PairGrowth):
-    """Promises to preserve and does something else to one weight."""
+    """Promises to preserve the function, but changes the classifier's weight."""
 
     def __init__(self, change) -> None:
         super().__init__()
@@ -72,15 +73,14 @@ class Noisy(PairGrowth):
 )
 def test_an_event_that_breaks_its_promise_is_undone(method, error):
     run = depthwise(method)
-    before, shown, was = everything(run.network), repr(run.network), run.state.as_dict()
-    content = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
-    output = run.outputs()
+    before, representation, state = everything(run.network), repr(run.network), run.state.as_dict()
+    content, output = copy.deepcopy(run.network.state_dict()), run.outputs()
     with pytest.raises(RuntimeError, match=error):
         run.grow()
     assert all(a is b for (_, a), (_, b) in zip(before, everything(run.network), strict=True))
-    assert all(torch.equal(tensor, content[name]) for name, tensor in run.network.state_dict().items())
-    assert repr(run.network) == shown
-    assert run.state.as_dict() == was
+    assert not differing(run.network.state_dict(), content)
+    assert repr(run.network) == representation
+    assert run.state.as_dict() == state
     assert torch.equal(run.outputs(), output)
     # And it can still grow.
     run.method = PairGrowth()
@@ -133,7 +133,7 @@ def test_a_network_is_observed_in_both_modes_without_dropout_and_stays_as_it_is(
     with pytest.raises(ZeroDivisionError):
         observe(network, run.x)
     handle.remove()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in network.named_buffers())
+    assert not differing(dict(network.named_buffers()), before)
     network.norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
     network.train()(*run.x)
     mean, variance = found["norm"]
@@ -144,7 +144,7 @@ def test_a_network_is_observed_in_both_modes_without_dropout_and_stays_as_it_is(
 
 
 def test_a_cast_takes_no_precision_from_a_network_in_float64():
-    """As networks of half precision cast back what they compute in single precision."""
+    """Networks for half precision cast to float32 and back."""
     network = Around(lambda net, x: net.layer(x.float().to(x.dtype)), layer=[3, 2]).double()
     x = torch.randn(4, 3, dtype=torch.float64)
     assert torch.equal(observe(network, (x,)).eval, network.layer(x).detach())
@@ -248,7 +248,7 @@ def test_relative_error():
 
 @pytest.mark.parametrize("place", [0, 8, 2**18 - 1, 2**18, 2**19 + 36])
 def test_relative_error_of_an_output_of_many_pieces(place: int) -> None:
-    """The difference, the scale and NaN count wherever they lie; the outputs need not be contiguous."""
+    """The difference, the scale and NaN are found in every piece, and in outputs that are not contiguous."""
     before = torch.ones(2**19 + 37)
     before[place] = -4.0
     after = before.clone()
@@ -262,7 +262,7 @@ def test_relative_error_of_an_output_of_many_pieces(place: int) -> None:
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
 def test_a_head_that_starts_at_zero_grows(method):
-    """Its outputs are 0 before the event and 0 up to rounding after it: no scale to be wrong by."""
+    """Outputs are 0 before the event and rounding after it, so there is no scale for a relative error."""
     torch.manual_seed(0)
     network, x = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(8, 6)
     run = Growing(network, x, method, 0.25, rough=False)
@@ -274,7 +274,7 @@ def test_a_head_that_starts_at_zero_grows(method):
 
 
 def test_folding_the_factor_through_a_residual_output():
-    """The output is itself read by a layer, whose weight must not change what it adds."""
+    """The second layer reads what its output is added to, so only its bias is scaled."""
     torch.manual_seed(0)
     network = Around(lambda net, x: (h := F.relu(net.first(x))) + net.second(h), first=[4, 6], second=[6, 6])
     x = torch.randn(3, 4)
@@ -296,7 +296,7 @@ def test_a_factor_that_no_layer_can_absorb_raises_an_error():
 
 @pytest.mark.parametrize("method", [PairGrowth, VarianceTransfer, RandomGrowth])
 def test_new_entries_of_bare_parameters_are_within_the_range_of_old_ones(method):
-    """A factor per channel under a root, as hand-written normalisations have it."""
+    """A variance per channel under a square root, as in hand-written normalisations."""
     x = torch.randn(8, 5)
     for seed in range(5):
         network = Around(
@@ -332,7 +332,7 @@ def test_padding_that_no_gradient_reaches_stays_zero(method, kind, tied) -> None
     run.grow()
     assert not table.weight.detach().eq(0).all(1)[[1, 9]].any()
     assert bool(table.weight[3].any()) == tied
-    # What is trained at that place has no entries left at zero.
+    # A padding row that has been trained has no zeros.
     assert not tied or bool(table.weight[3].ne(0).all())
 
 
@@ -345,11 +345,11 @@ def test_inside_autocast_an_event_is_as_exact_as_outside(method) -> None:
             event = run.grow()
         assert max(event.parity_error_eval, event.parity_error_train) < 1e-5
         found.append(run.network.state_dict())
-    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+    assert not differing(*found)
 
 
 def test_autocast_in_a_forward_does_not_count_as_an_error() -> None:
-    """A forward may need it for a product of two types."""
+    """A forward may need autocast for a product of two types."""
 
     def entering(net: Around, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -378,7 +378,7 @@ def test_weights_of_several_types_may_need_autocast() -> None:
 
 def test_eval_mode_is_run_again_only_where_it_may_differ_from_train_mode(monkeypatch) -> None:
     modes, call = [], growth_outputs.call_with
-    # Lists that a hook of the network fills would be restored.
+    # Patched here, because an event restores lists that hooks of the network append to.
     monkeypatch.setattr(growth_outputs, "call_with", lambda n, x: (modes.append(n.training), call(n, x))[1])
     passes = {}
     for norm in (nn.LayerNorm, nn.BatchNorm1d):

@@ -1,4 +1,4 @@
-"""GradMax has the largest gradient (Evci et al. 2022, Eqs. 8 and 11); promises of all data-driven methods."""
+"""GradMax reaches the largest gradient (Evci et al. 2022, Eqs. 8 and 11); promises of all data-driven methods."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from growlab.growth import FireFly, GradMax, GrowthEvent, GrowthMethod, Schedule
 from growlab.lab.training.run import _HALF, _USUAL
 from growlab.optim import follow
 from growlab.parts import Part
-from tests.cases import NETWORKS, Around, Growing, graph_of, roughen, widths_at
+from tests.cases import NETWORKS, Around, Growing, differing, graph_of, roughen, train, widths_at
 from tests.unit.growth.measured import Started, mlp, started
 
 DRAWS = 1000
@@ -32,7 +32,7 @@ def normed(norm: nn.Module | None = None) -> nn.Sequential:
 
 
 def gradient_into(run: Started, name: str, old: int) -> float:
-    """Norm of the gradient of what leads into new channels, by plain autograd."""
+    """Norm of the gradient of the new channels' incoming weights, by plain autograd."""
     layer = run.network.get_submodule(name)
     weight, bias = torch.autograd.grad(run.loss(), [layer.weight, layer.bias])
     return float((weight[old:].square().sum() + bias[old:].square().sum()).sqrt())
@@ -64,7 +64,7 @@ def test_closed_form_beats_random_draws_and_meets_the_bound(name: str) -> None:
 
 
 def gradients_of_draws(run: Started, place: int, old: int, length: float) -> Tensor:
-    """For random orthogonal columns, the norm of the gradient of what leads into them, [draws], all at once."""
+    """Norms of the gradient of the incoming weights for random orthogonal outgoing weights, [draws]."""
     parameters = {name: tensor.detach() for name, tensor in run.network.named_parameters()}
     inner = {name: parameters.pop(name) for name in (f"{place}.weight", f"{place}.bias")}
     rows = len(parameters[f"{place + 2}.weight"])
@@ -83,7 +83,7 @@ def gradients_of_draws(run: Started, place: int, old: int, length: float) -> Ten
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(0.01), nn.GELU()])
 def test_the_gradient_is_the_network_s_own_through_convolutions_and_flattening(activation: nn.Module) -> None:
-    """Also where torch's derivative at 0 is not 1, and the function stays."""
+    """Outputs stay the same, also with activations whose derivative at 0 is not 1."""
     run = started(conv(activation), (2, 6, 6), GradMax())
     old = dict(run.state.widths)
     event, data = run.widen(2)
@@ -96,7 +96,7 @@ def test_the_gradient_is_the_network_s_own_through_convolutions_and_flattening(a
 
 
 def test_a_resting_point_is_searched_only_if_needed() -> None:
-    """Tanh has a derivative at 0, and the first pass shows the gradient; ReLU takes a second."""
+    """Tanh has a derivative at 0, so one pass is enough; ReLU needs a second one."""
     samples = []
     for activation in (nn.Tanh(), nn.ReLU()):
         run = started(mlp(activation), (5,), GradMax())
@@ -108,7 +108,7 @@ def test_a_resting_point_is_searched_only_if_needed() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_new_channels_behind_a_relu_learn(bias: bool, sign: float) -> None:
-    """Also where the producer of the grown channels has no bias, and a filter turns them negative."""
+    """Also without a bias, and with a filter that makes the channels negative."""
     depthwise = Around(
         lambda net, x: net.last((sign * net.each(net.first(x))).relu().mean((2, 3))),
         **{"first": nn.Conv2d(2, 6, 3, bias=bias), "each": nn.Conv2d(6, 6, 1, groups=6, bias=False), "last": [6, 3]},
@@ -118,7 +118,7 @@ def test_new_channels_behind_a_relu_learn(bias: bool, sign: float) -> None:
     event, _ = run.grow({"first": old + 2})
     assert event.parity_error_eval < 1e-14
     report = event.report["groups"]["first"]
-    # Without a bias some positions lie to the left of zero.
+    # Without a bias some positions are negative and pass no gradient.
     assert report["gradient_norm"] > (0.99 if bias else 0.2) * report["gradient_norm_bound"]
     (slope,) = torch.autograd.grad(run.loss(), run.network.first.weight)
     assert bool((slope[old:].flatten(1).norm(dim=1) > 0).all())
@@ -162,7 +162,7 @@ def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() ->
     assert found >= report["gradient_norm_drawn"]
 
     def gradient(drawn: Tensor) -> Tensor:
-        """The same, written out: gradients of the logits times what the new channels carry."""
+        """The direct formula: gradients of the logits times activations of the new channels."""
         total = torch.zeros(3, 2, dtype=torch.float64)
         for (x, y), old in zip(run.batches, kept, strict=True):
             z = nn.functional.conv2d(x, drawn)
@@ -176,7 +176,7 @@ def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() ->
     draws = torch.randn(DRAWS, *rows[3:].shape, generator=source, dtype=torch.float64)
     norms = torch.func.vmap(gradient)(draws)
     assert float(gradient(rows[3:].detach())) == pytest.approx(found, rel=1e-6)
-    # The optimum of each channel alone: no draw of both is past it.
+    # Each channel is optimal alone, so no joint draw is better.
     assert float(norms.max()) <= found
     assert float(norms.median()) < 0.8 * found
 
@@ -185,7 +185,7 @@ def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() ->
     "norm", [nn.InstanceNorm2d(6, affine=True), nn.InstanceNorm2d(6, track_running_stats=True), nn.GroupNorm(6, 6)]
 )
 def test_behind_a_norm_per_sample_outgoing_weights_are_zero(norm: nn.Module) -> None:
-    """Channels of zeros would be divided by sqrt(eps), as behind batch normalisation."""
+    """Zero channels would be divided by sqrt(eps), as with batch normalisation."""
     run = started(normed(norm), (2, 5, 5), GradMax(steps=2))
     before = run.network(run.batches[0][0])
     event, _ = run.grow({"0": 5})
@@ -213,7 +213,7 @@ def test_channels_that_are_not_zero_raise_an_error_with_the_layers_name() -> Non
 
 @pytest.mark.parametrize(("number", "dtype"), [(_HALF, torch.float16), (_USUAL, torch.bfloat16)])
 def test_near_zero_by_precision(number: float, dtype: torch.dtype) -> None:
-    """It is not zero in the precision of training, and nothing beside a number of the network's."""
+    """The number is not 0 in the training precision, but vanishes in a sum with an ordinary weight."""
     near = torch.tensor(number)
     assert float(near.to(dtype)) > 0
     assert float(near.to(dtype) * 0.5) > 0
@@ -234,7 +234,7 @@ SOME = [
 
 
 class Run(Started):
-    """A network of the table at half its width."""
+    """A network of the table at half its width, with batches."""
 
     def __init__(self, network: str, method: GrowthMethod, seed: int = 2) -> None:
         case = NETWORKS[network]
@@ -251,25 +251,23 @@ class Run(Started):
 @pytest.mark.parametrize("method", METHODS)
 def test_events(method: str, network: str) -> None:
     run = Run(network, METHODS[method]())
-    plain, before = copy.deepcopy(run.network.state_dict()), run.outputs(training=True)
+    start, before = copy.deepcopy(run.network.state_dict()), run.outputs(training=True)
     optimizer = torch.optim.AdamW(run.network.parameters())
-    run.network.train()(*run.x).square().mean().backward()
-    optimizer.step()
-    run.network.load_state_dict(plain)
+    train(run.network.train(), optimizer, *run.x)
+    run.network.load_state_dict(start)
     again = copy.deepcopy(run)
     event = run.event()
-    # Shapes, and a network that computes nearly what it did where that is promised.
+    # Shapes, and nearly unchanged outputs where the method promises them.
     for name, tensor in run.tensors().items():
         assert tuple(tensor.shape) == run.graph.shape(name, event.widths_after)
         assert bool(tensor.isfinite().all())
     moved = float((run.outputs(training=True) - before).abs().max() / before.abs().max())
     assert moved < {"gradmax": 1e-10, "tiny": 100.0}.get(method, 0.2)
-    # Nothing is drawn but from seed, stage and name: the same event again is the same, bit for bit.
+    # Draws depend on seed, stage and name alone, so repeating the event gives the same bits.
     torch.manual_seed(123)
     again.event()
-    for name, tensor in run.network.state_dict().items():
-        assert torch.equal(tensor, again.network.state_dict()[name]), name
-    # Optimizer state goes along.
+    assert not differing(run.network.state_dict(), again.network.state_dict())
+    # Optimizer state grows with the parameters.
     follow(optimizer, event.replaced, run.graph, event.widths_before, event.widths_after, "inherit", event.carry)
     for parameter in run.network.parameters():
         assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
@@ -290,9 +288,9 @@ def test_channels_that_norms_and_attention_sum_over_grow_by_pairs_and_the_others
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_average_goes_through_the_same_map_without_data(method: str) -> None:
-    """G(average) = average of G: linear in what it was, plus what the network's own event added."""
-    made = METHODS[method]()
-    run, other = Run("resnet B", made), Run("resnet B", made, seed=7)
+    """Growing the average of two networks gives the average of the grown networks."""
+    growth_method = METHODS[method]()
+    run, other = Run("resnet B", growth_method), Run("resnet B", growth_method, seed=7)
     mean, leader = copy.deepcopy(run), run.tensors()
     with torch.no_grad():
         for name, tensor in mean.network.state_dict().items():
@@ -307,7 +305,7 @@ def test_an_average_goes_through_the_same_map_without_data(method: str) -> None:
             torch.testing.assert_close(tensor, expected)
 
 
-def test_without_data_and_by_nothing() -> None:
+def test_data_is_required_unless_nothing_grows() -> None:
     run = Run("mlp", METHODS["firefly"]())
     with pytest.raises(UserError, match="FireFly needs training data"):
         Growing.grow(run)

@@ -1,4 +1,4 @@
-"""Side by side with GroMo, the library of TINY's authors, on the same small network and data (`pip install gromo`)."""
+"""Comparisons with GroMo, the library of TINY's authors, on the same small network and data (`pip install gromo`)."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -29,17 +29,22 @@ def ours(method: GrowthMethod, inputs: int = 6, width: int = 2 * OLD, size: int 
     return started(network, (inputs,), method, size=size)
 
 
-def theirs(run: Started) -> nn.Module:
-    """GroMo's network with our weights."""
-    from gromo.containers.growing_mlp import GrowingMLP
-
-    inner = run.network[0]
-    network = GrowingMLP(inner.in_features, 3, inner.out_features, 1, activation=nn.Tanh()).double()
+def with_weights_of(run: Started, network: nn.Module) -> nn.Module:
+    """Copy the weights of our two layers into GroMo's."""
     with torch.no_grad():
         for layer, place in zip(network.layers, (0, 2), strict=True):
             layer.weight.copy_(run.network[place].weight)
             layer.bias.copy_(run.network[place].bias)
     return network
+
+
+def theirs(run: Started) -> nn.Module:
+    """GroMo's network with our weights."""
+    from gromo.containers.growing_mlp import GrowingMLP
+
+    inner = run.network[0]
+    network = GrowingMLP(inner.in_features, 3, inner.out_features, 1, activation=nn.Tanh())
+    return with_weights_of(run, network.double())
 
 
 def conv_ours(method: GrowthMethod, inputs: int = 2, width: int = 2 * OLD, size: int = 40, side: int = SIDE) -> Started:
@@ -73,17 +78,12 @@ def conv_theirs(run: Started) -> nn.Module:
         def extended_forward(self, x: Tensor) -> Tensor:
             return self.head(self.layers[1].extended_forward(*self.layers[0].extended_forward(x))[0].flatten(1))
 
-    network = Network().double()
-    with torch.no_grad():
-        for layer, place in zip(network.layers, (0, 2), strict=True):
-            layer.weight.copy_(run.network[place].weight)
-            layer.bias.copy_(run.network[place].bias)
-    return network
+    return with_weights_of(run, Network().double())
 
 
 @pytest.fixture
 def double() -> Iterator[None]:
-    """GroMo makes tensors of torch's default type."""
+    """Set float64 as torch's default dtype, in which GroMo creates tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -98,7 +98,7 @@ def grown(
     held_out: Sequence[tuple[Tensor, Tensor]] = (),
     **options: bool,
 ) -> nn.Module:
-    """After GroMo's event, as its tutorials do it; with the losses of a line search over 0 and `factor` if held out."""
+    """Grow GroMo's network as in its tutorials; `held_out` adds the passes of a line search over 0 and `factor`."""
     network.init_computation()
     for x, y in batches:
         network.zero_grad()
@@ -126,11 +126,11 @@ Makes, Copies = Callable[[GrowthMethod], Started], Callable[[Started], nn.Module
 
 @pytest.mark.parametrize(("make", "copied"), NETWORKS)
 def test_tiny_s_loss_is_no_worse(make: Makes, copied: Copies, double: None) -> None:
-    """At equal S, each at its best amplitude on batches held out; GroMo's neurons are of other lengths."""
+    """With the same S, each at its best amplitude on a held-out batch, because GroMo scales neurons differently."""
     factors = [2.0 ** (power / 8) for power in range(-24, 57)]
-    # GroMo's factor is on both sides of a neuron.
+    # GroMo multiplies both sides of a neuron by its factor.
     run = make(Tiny(amplitudes=[factor**2 for factor in factors], ridge=0.0))
-    # The same batch in both places, where the neurons help most.
+    # Hold out the training batch itself, on which the neurons help most.
     run.batches[1] = run.batches[0]
     start, (shown, held_out) = copied(run), (run.batches[:1], run.batches[1:])
     found = {f: grown(copy.deepcopy(start), shown, f, **STATISTICS["tiny"]) for f in factors}
@@ -140,7 +140,7 @@ def test_tiny_s_loss_is_no_worse(make: Makes, copied: Copies, double: None) -> N
     after = loss(run.network, held_out)
     print(f"TINY: loss {before:.5f}, GroMo {best:.5f}, ours {after:.5f}")
     assert best < before and after <= best + 1e-3 * before
-    # The same directions: what the neurons lead in, up to sign and length.
+    # Incoming weights agree up to sign and length.
     rows, other = (
         torch.cat([layer.weight.flatten(1), layer.bias[:, None]], 1)[OLD:].detach()
         for layer in (run.network[0], found[1.0].layers[0])
@@ -157,7 +157,7 @@ def test_gradmax_s_gradient_and_loss_after_a_step_are_no_worse(make: Makes, copi
     run.grow({"0": OLD + NEW})
     columns = run.network[2].weight
     with torch.no_grad():
-        # At equal lengths: GroMo's are 1.
+        # Give ours the same lengths as GroMo's, which are 1.
         lengths = [w[:, OLD:].transpose(0, 1).flatten(1).norm(dim=1) for w in (columns, other.layers[1].weight)]
         columns[:, OLD:] *= (lengths[1] / lengths[0]).view(1, -1, *[1] * (columns.dim() - 2))
     reached = []
@@ -178,7 +178,7 @@ def test_gradmax_s_gradient_and_loss_after_a_step_are_no_worse(make: Makes, copi
 
 
 def test_pairs_are_theirs() -> None:
-    """With the same drawn halves: equal weights."""
+    """With the same random halves, all weights are equal."""
     run = ours(PairGrowth())
     other = theirs(run)
     event, _ = run.grow({"0": OLD + NEW})

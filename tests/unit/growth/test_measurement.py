@@ -17,7 +17,7 @@ from growlab.growth import GradMax, Measurement, Tiny, measurement
 from growlab.growth.fans import ChannelView, TensorDim, group_tensors
 from growlab.growth.measurement import IdentityNorms, right_derivatives, smooth, twice_differentiable
 from growlab.widths import tensors_of
-from tests.cases import NETWORKS, Around, graph_of
+from tests.cases import NETWORKS, Around, differing, graph_of
 from tests.unit.growth.measured import started
 
 
@@ -31,10 +31,10 @@ def test_gradients_are_means_over_batches_and_the_network_stays_as_it_is() -> No
     run = started(network(), (2, 6, 6), GradMax(), part=1.0)
     run.network[0].requires_grad_(False)
     before, modes = copy.deepcopy(run.network.state_dict()), [m.training for m in run.network.modules()]
-    held = dict(run.network.named_parameters())
+    parameters = dict(run.network.named_parameters())
     found = run.data().gradients(run.tensors(), ["0.weight"])
-    assert all(torch.equal(before[name], tensor) for name, tensor in run.network.state_dict().items())
-    assert all(held[name] is parameter for name, parameter in run.network.named_parameters())
+    assert not differing(before, run.network.state_dict())
+    assert all(parameters[name] is parameter for name, parameter in run.network.named_parameters())
     assert [m.training for m in run.network.modules()] == modes
     assert all(p.grad is None for p in run.network.parameters()) and not run.network[0].weight.requires_grad
     run.network[0].requires_grad_(True)
@@ -45,7 +45,7 @@ def test_gradients_are_means_over_batches_and_the_network_stays_as_it_is() -> No
 
 
 class Remembering(nn.Module):
-    """Its output depends on what earlier forwards have left in a buffer, an attribute, a list and a weight."""
+    """Its output depends on what earlier forwards left in a buffer, an attribute, a list and a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,17 +63,17 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("num_batches", [1, 2])
-def test_runs_of_a_session_start_from_the_same_state_and_leave_none(num_batches: int) -> None:
+def test_runs_of_a_session_start_from_the_same_state_and_restore_it(num_batches: int) -> None:
     run = started(Remembering(), (4,), Tiny(), num_batches=num_batches)
-    before, held = copy.deepcopy(run.network.state_dict()), dict(run.network.named_parameters())
+    before, parameters = copy.deepcopy(run.network.state_dict()), dict(run.network.named_parameters())
     data, old = run.data(), run.tensors()
     alone = data.loss(old)
     with data.session():
         found = [data.loss(old), float(data.gradients(old, ["first.weight"])[""]), data.loss(old)]
     assert found == [alone] * 3
     assert (run.network.calls, run.network.log) == (0, [])
-    assert all(torch.equal(before[name], tensor) for name, tensor in run.network.state_dict().items())
-    assert all(held[name] is parameter for name, parameter in run.network.named_parameters())
+    assert not differing(before, run.network.state_dict())
+    assert all(parameters[name] is parameter for name, parameter in run.network.named_parameters())
     # A training step in between is not undone by the next run.
     with torch.no_grad():
         run.network.last.weight.add_(1)
@@ -167,7 +167,7 @@ def test_reading_back_what_was_written(name: str) -> None:
 
 
 def test_passes_leave_nothing_behind() -> None:
-    """Not even those after which the graph is kept (autograd's own cycles are none that Python's collector finds)."""
+    """Also with a retained graph, whose reference cycles Python's garbage collector cannot find."""
     run = started(network(), (2, 6, 6), GradMax(), part=1.0)
     alive = []
 

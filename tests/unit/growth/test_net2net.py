@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from growlab.growth import Bert2Bert, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, make_seed
 from growlab.widths import WidthGraph, resize, trace
-from tests.cases import NETWORKS, Growing, graph_of, planted
+from tests.cases import NETWORKS, Growing, differing, graph_of, planted
 
 
 def replicated_from(before: torch.Tensor, after: torch.Tensor) -> list[int]:
-    """Old bias that each new one copies."""
+    """Index of the old bias that each new one copies."""
     return [before.tolist().index(one) for one in after.tolist()]
 
 
@@ -29,7 +29,7 @@ def test_rows_are_copied_and_columns_divided(seed):
     new, previous = run.network.state_dict(), list(range(12))
     for name in ("hidden.0", "hidden.2", "hidden.4", "classifier"):
         weight, bias = old[f"{name}.weight"], old[f"{name}.bias"]
-        # Biases are all different, so they tell what was copied.
+        # Biases are all different, so they identify the source.
         source = replicated_from(bias, new[f"{name}.bias"])
         assert source[: len(bias)] == list(range(len(bias)))
         for i, c in enumerate(source):
@@ -52,7 +52,7 @@ HEAD = 3
 
 
 class Block(nn.Module):
-    """Attention by heads of three channels and an MLP, each behind a layer normalisation."""
+    """Attention with heads of three channels and an MLP, each after a layer normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Small(nn.Module):
 X = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def whole() -> tuple[nn.Module, WidthGraph]:
-    """The network at full width, with fixed weights off where they start, and its width graph."""
+def full_width() -> tuple[nn.Module, WidthGraph]:
+    """The full-width network with fixed, perturbed weights, and its width graph."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = Small().double()
@@ -105,7 +105,7 @@ class Grown:
     """The network grown from half its widths: tensors and outputs before and after, the event and the width graph."""
 
     def __init__(self, method: GrowthMethod, equal_blocks: bool = False) -> None:
-        network, self.graph = whole()
+        network, self.graph = full_width()
         if equal_blocks:
             network.blocks[0].load_state_dict(network.blocks[1].state_dict())
         full = self.graph.full_widths
@@ -120,7 +120,7 @@ class Grown:
 
 def plain(tensors: Mapping[str, Tensor]) -> Tensor:
     """Outputs of an ordinary network of these tensors, whose normalisations weight no channels."""
-    network, _ = whole()
+    network, _ = full_width()
     network.load_state_dict(tensors)
     return network(X)
 
@@ -183,7 +183,7 @@ def test_lemon_splits_columns_unevenly() -> None:
     inner = new["blocks.0.fc2.weight"]
     torch.testing.assert_close(inner[:4], inner[4:])
     torch.testing.assert_close(inner[:, :5] + inner[:, 5:], torch.cat([old["blocks.0.fc2.weight"]] * 2))
-    # The network weights its statistics by the shares at first; plain ones are the same, as copies are.
+    # Statistics weighted by the shares equal plain ones, because copies are equal.
     for outputs in (run.after, plain(new)):
         torch.testing.assert_close(outputs, run.before, rtol=1e-12, atol=1e-12)
 
@@ -205,7 +205,7 @@ def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
         block = 0 if place < 2 else 1
         mine = old[f"blocks.{block}.k.weight"][HEAD * head : HEAD * (head + 1)][:, stream] / 2
         torch.testing.assert_close(new["blocks.0.k.weight"][HEAD * place : HEAD * (place + 1)], mine)
-    # The last block, norms and the embedding have no next one: FPI.
+    # The last block, norms and the embedding have no next block, so FPI copies them.
     last = event.carry.sources["blocks.1.fc1"]
     torch.testing.assert_close(new["blocks.1.fc1.weight"], read(1)[last])
     torch.testing.assert_close(new["blocks.0.norm1.bias"], old["blocks.0.norm1.bias"][stream], rtol=0, atol=0)
@@ -219,13 +219,13 @@ def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
     [
         (nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)),
         (nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 2)),
-        # Biases that are as long as one another, of weights that are not.
+        # Biases of one shape that belong to weights of different shapes.
         (nn.Linear(4, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)),
-        # Weights of one shape that do not do the same.
+        # Weights of one shape in different kinds of layers.
         (nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 16, 1), nn.Conv2d(16, 16, 1, groups=16), nn.Flatten()),
     ],
 )
-def test_without_a_like_in_a_next_block_bert2bert_is_net2net(layers: tuple[nn.Module, ...]) -> None:
+def test_without_a_matching_layer_in_the_next_block_bert2bert_equals_net2net(layers: tuple[nn.Module, ...]) -> None:
     tail = [nn.Linear(64, 2)] if isinstance(layers[-1], nn.Flatten) else []
     grown, x = [], torch.randn(8, 4, dtype=torch.float64)
     for method in (Bert2Bert(), Net2Net()):
@@ -233,11 +233,10 @@ def test_without_a_like_in_a_next_block_bert2bert_is_net2net(layers: tuple[nn.Mo
         event = run.grow()
         assert event.report == {} and event.parity_error_eval < 1e-12
         grown.append(run.network.state_dict())
-    for name, tensor in grown[0].items():
-        assert torch.equal(grown[1][name], tensor), name
+    assert not differing(*grown)
 
 
 def test_equal_blocks_make_bert2bert_exact() -> None:
-    """AKI's new units are those that FPI would copy, where the next block has the same weights."""
+    """If the next block has the same weights, AKI adds the units that FPI would copy."""
     event = Grown(Bert2Bert(), equal_blocks=True).event
     assert event.report["rows_of_the_next_block"] and event.parity_error_eval < 1e-12

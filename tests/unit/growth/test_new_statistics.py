@@ -1,4 +1,4 @@
-"""New entries: running statistics of normalisations, and weights drawn normally or as hyperfan emits them."""
+"""New entries: running statistics of normalisations, and weights drawn normally or by hyperfan initialisation."""
 
 import copy
 import os
@@ -25,12 +25,12 @@ from growlab.growth import (
 )
 from growlab.growth.method import normal
 from growlab.widths import tensors_of, trace
-from tests.cases import Around, Growing, planted
+from tests.cases import Around, Growing, differing, planted
 from tests.command_line import CommandLine
 
 
 class Products(nn.Module):
-    """Blocks that multiply what two layers put out: unless normalised, channels get larger from block to block."""
+    """Blocks that multiply the outputs of two layers: without norms, channels grow larger from block to block."""
 
     def __init__(self, depth: int = 1, width: int = 8, shared: bool = False) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ def batch(seed: int = 0, rows: int = 32) -> Tensor:
     return torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed))
 
 
-def found(make=Products, method=None) -> Growing:
-    """A planted network whose running averages have found its channels."""
+def settled(make=Products, method=None) -> Growing:
+    """A half-width network whose running averages have converged."""
     torch.manual_seed(0)
     run = Growing(make(), batch(), method or PairGrowth(), rough=False)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def found(make=Products, method=None) -> Growing:
 
 
 def moments(network: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and variance of what enters each batch normalisation in train mode, by torch's own running averages."""
+    """Mean and variance of each batch normalisation's input in train mode, by torch's own running averages."""
     other = copy.deepcopy(network).train()
     norms = {name: m for name, m in other.named_modules() if isinstance(m, nn.BatchNorm1d)}
     for norm in norms.values():
@@ -80,7 +80,7 @@ def moments(network: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("method", [PairGrowth(noise_std=0.0), VarianceTransfer(noise_std=0.0)])
 def test_new_channels_begin_with_the_statistics_of_the_batch(method, shared):
-    run = found(lambda: Products(2, shared=shared), method)
+    run = settled(lambda: Products(2, shared=shared), method)
     before = {name: tensor.clone() for name, tensor in run.network.named_buffers()}
     event = run.grow()
     expected = moments(run.network, batch(1))
@@ -92,14 +92,14 @@ def test_new_channels_begin_with_the_statistics_of_the_batch(method, shared):
             old = before[f"{norm.name}.{kind}"]
             assert torch.equal(got[:4], old) or method.name != "pairs"
             assert got.shape == (8,) and not torch.equal(got[4:6], moment[:2])
-        # Of a pair both have the same.
+        # Both channels of a pair have the same statistics.
         assert torch.equal(module.running_var[4:6], module.running_var[6:8])
     assert event.parity_error_eval < 1e-5
 
 
 @pytest.mark.parametrize(("dims", "batched"), [(1, True), (2, True), (2, False), (3, True)])
 def test_new_channels_of_instance_normalisation_begin_with_statistics_of_samples(dims, batched):
-    """Means over the samples, as torch's own running averages have them; of one without a batch its own."""
+    """Means over the samples, as in torch's own running averages; an unbatched sample's own statistics."""
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     norm = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[dims - 1](8, track_running_stats=True)
     network = nn.Sequential(conv(3, 8, 2), norm, conv(8, 2, 1)).double()
@@ -119,8 +119,8 @@ def test_new_channels_of_instance_normalisation_begin_with_statistics_of_samples
 
 
 def test_a_deep_network_of_products_grows_in_float32():
-    """At mean 0 and variance 1 its new channels reach 10^6 in eval mode, and what cancels leaves rounding."""
-    run = found(lambda: Products(12))
+    """With mean 0 and variance 1, new channels would reach 10^6 in eval mode, and their pairs cancel inexactly."""
+    run = settled(lambda: Products(12))
     assert run.grow().parity_error_eval < 1e-4
     largest: list[float] = []
     for norm in (run.network.norm, *run.network.norms):
@@ -130,20 +130,19 @@ def test_a_deep_network_of_products_grows_in_float32():
 
 
 def test_an_average_takes_the_statistics_of_the_network_that_it_follows():
-    run = found(method=PairGrowth(noise_std=0.0))
+    run = settled(method=PairGrowth(noise_std=0.0))
     mean, leader = copy.deepcopy(run), tensors_of(run.network, run.graph)
     with torch.no_grad():
         for parameter in mean.network.parameters():
             parameter.add_(0.1)
     mean.x = (batch(2),)
     mean.grow(averaged=leader, averaged_event=run.grow())
-    for name, buffer in run.network.named_buffers():
-        assert torch.equal(mean.network.get_buffer(name), buffer), name
+    assert not differing(dict(run.network.named_buffers()), dict(mean.network.named_buffers()))
 
 
 def one_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    run = found(method=PairGrowth(noise_std=0.0))
+    run = settled(method=PairGrowth(noise_std=0.0))
     probes = [batch(1 + other, 8) for other in range(2)]
     run.x = (probes[rank],)
     run.grow(agree=ranks.agreed, average=ranks.averaged)
@@ -157,8 +156,7 @@ def one_rank(rank: int, folder: Path) -> None:
 
 def test_ranks_that_see_different_batches_hold_the_same_statistics(cli: CommandLine, tmp_path: Path):
     cli.on_two_ranks(one_rank, tmp_path)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert not differing(*(torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)))
 
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
@@ -196,7 +194,7 @@ def wide() -> tuple[torch.nn.Module, GrowthContext]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_variance(rule: str) -> None:
-    """gain / fan-in or gain / fan-out, receptive field included; the output layer's is 1 / fan-in."""
+    """The variance is gain / fan-in or gain / fan-out, receptive field included; the output layer's is 1 / fan-in."""
     network, context = wide()
     for layer in context.graph.layers:
         shape = tuple(network.get_parameter(layer.weight).shape)
@@ -213,8 +211,8 @@ def test_variance(rule: str) -> None:
 
 
 @pytest.mark.parametrize("method", [PairGrowth, RandomGrowth, VarianceTransfer])
-def test_as_the_network_draws(method: type) -> None:
-    """A layer's variance times its fan-in stays the network's own; norms, biases and layers of zeros keep theirs."""
+def test_as_network_keeps_each_layers_own_variance(method: type) -> None:
+    """Variance times fan-in is preserved; norms, biases and layers of zeros keep their values."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(
         *(torch.nn.Linear(16, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU()),
@@ -254,7 +252,7 @@ def test_as_the_network_draws(method: type) -> None:
     ],
 )
 def test_new_channels_of_a_norm_begin_at_its_defaults(norm, dims: int) -> None:
-    """Whatever its weights and biases have become."""
+    """Regardless of its current weights and biases."""
     conv = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)[dims - 1]
     network = torch.nn.Sequential(conv(3, 8, 1), norm(8), conv(8, 2, 1))
     run = Growing(network, torch.randn(4, 3, *[4] * dims), RandomGrowth(), {"0": 4}, rough=False)
@@ -268,7 +266,7 @@ def test_new_channels_of_a_norm_begin_at_its_defaults(norm, dims: int) -> None:
 
 @pytest.mark.parametrize("method", [PairGrowth, RandomGrowth, VarianceTransfer])
 @pytest.mark.parametrize("rule", RULES[1:])
-def test_methods_draw_with_it(method: type, rule: str) -> None:
+def test_methods_draw_new_weights_by_the_rule(method: type, rule: str) -> None:
     grown = []
     for new_weights in ("fan_in", rule):
         run = planted("resnet A", method(new_weights=new_weights))
@@ -280,7 +278,7 @@ def test_methods_draw_with_it(method: type, rule: str) -> None:
     assert not torch.equal(*grown)
 
 
-def test_a_network_without_values_has_no_spread() -> None:
+def test_drawing_as_a_network_on_meta_raises_an_error() -> None:
     with torch.device("meta"):
         network = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     method = VarianceTransfer(new_weights="as_network")
@@ -290,18 +288,18 @@ def test_a_network_without_values_has_no_spread() -> None:
 
 @pytest.mark.parametrize("initialisation", ["constructor", "standard", "mup"])
 @pytest.mark.parametrize("multiple", [0.5, 1.0, 2.0])
-def test_a_fixed_size_network_is_drawn_as_asked(initialisation: str, multiple: float) -> None:
+def test_a_fixed_size_network_is_initialised_as_configured(initialisation: str, multiple: float) -> None:
     """Hidden layers gain / C; output layers 1 / C or, with muP, 1 / C^2 (Yuan et al. 2023, Table 1)."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 40, 3), torch.nn.BatchNorm2d(40), torch.nn.ReLU())
     network += torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(360, 60), torch.nn.Linear(60, 30))
-    before, held = {name: tensor.clone() for name, tensor in network.state_dict().items()}, list(network.parameters())
+    before, parameters = copy.deepcopy(network.state_dict()), list(network.parameters())
     graph, method = trace(network, torch.randn(2, 3, 5, 5)), FixedSize(multiple, initialisation, gain=3.0)
     widths = {name: round(multiple * group.full_width) for name, group in graph.groups.items()}
     make_seed(network, graph, method, widths, seed=4)
     if initialisation == "constructor" and multiple == 1:
-        assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
-        assert all(a is b for a, b in zip(network.parameters(), held, strict=True))
+        assert not differing(before, network.state_dict())
+        assert all(a is b for a, b in zip(network.parameters(), parameters, strict=True))
         return
     outputs_in = network[5].in_features
     expected = {

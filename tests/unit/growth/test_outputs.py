@@ -1,4 +1,4 @@
-"""Inputs and compared outputs of a network, and factors on the output with the layers that they fold into."""
+"""Casting inputs, comparing outputs, and folding factors of the output into the last layers."""
 
 import copy
 import random
@@ -125,7 +125,7 @@ def test_complex_parameters_round_as_their_real_parts_do() -> None:
 
 
 class Functional(nn.Module):
-    """Batch normalisation called as a function, of something else than what enters the module."""
+    """Batch normalisation by a function call, on another tensor than the module's input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ def test_terms_of_the_loss_that_change_at_an_event_cause_a_warning(of, method, c
     with caplog.at_level("WARNING"):
         (event,) = grower.step(epoch=1)
     assert event.parity_error_train < 1e-9
-    told = "further training outputs of the network have changed at this growth event ("
-    assert (told in caplog.text) == (of == "hidden")
+    warning = "further training outputs of the network have changed at this growth event ("
+    assert (warning in caplog.text) == (of == "hidden")
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])
@@ -216,7 +216,7 @@ def test_dropout_by_torchs_own_functions_is_disabled(drop: Callable[..., Tensor]
 
 
 def test_parameters_that_a_forward_updates_stay_as_an_event_is_checked() -> None:
-    """A slowly moving copy of a layer, as contrastive learning has."""
+    """A momentum copy of a layer, as in contrastive learning."""
 
     def with_momentum(net: Any, x: Tensor) -> Tensor:
         if net.training:
@@ -242,8 +242,7 @@ def test_parameters_that_a_forward_updates_stay_as_an_event_is_checked() -> None
     loss.backward()
 
 
-# What networks make of their last hidden layer.
-# The first ones end with affine layers, whose scale can be changed; the others do not.
+# Functions of the last hidden layer: an output factor can be folded into the first ones, but not into `PINNED`.
 FOLDED = {
     "linear": lambda net, h: net.classifier(h),
     "relu": lambda net, h: F.relu(net.classifier(h)),
@@ -281,7 +280,7 @@ def made(end: str) -> tuple[Around, WidthGraph, Tensor]:
     return network, trace(network, x), x
 
 
-# Every ending with methods that leave a factor, one with each of the others.
+# Every ending with the two methods that leave a factor, one ending with each of the others.
 @pytest.mark.parametrize(
     ("end", "method"),
     [
@@ -304,7 +303,7 @@ def test_the_remaining_factor_can_be_folded(end: str, method: str) -> None:
 
 
 class Halving(PairGrowth):
-    """Claims a factor whatever the network ends with."""
+    """Reports an output factor for any network."""
 
     def grow(self, context):
         return replace(super().grow(context), output_factor=2.0)
@@ -336,8 +335,7 @@ def test_the_last_layers_are_found_behind_any_ending(end: str) -> None:
     assert found == {f"{last}.weight", *(["other.weight"] if several else [])}
     free = end in FOLDED or end in ("batch norm", "mean")
     assert graph.last_layers[last] is free
-    told = f"output layers: {last}" + ("" if free else " (something behind it fixes its scale)")
-    assert told in first_line(graph)
+    assert f"output layers: {last}{'' if free else ' (something behind it fixes its scale)'}" in first_line(graph)
     method, other = METHODS["ours"].make(0.0), copy.deepcopy(network)
     run = Growing(network, x, method, dict.fromkeys(graph.groups, 4), graph=graph, rough=False)
     before = run.outputs()
@@ -380,7 +378,7 @@ def test_a_layer_that_another_map_follows_is_not_the_last(
     assert trace(network, torch.randn(4, 5, 6)).last_layers == last
 
 
-# What a network returns beside what its last layer puts out.
+# Networks that return more than the output of their last layer.
 FORMS = {
     "only logits": lambda net, h: {"logits": (logits := net.head(h)), "loss": logits.square().mean()},
     "hidden": lambda net, h: {"logits": net.head(F.relu(h)), "energy": h.mean(1)},

@@ -1,4 +1,4 @@
-"""Parity: errors of a thousandth are found, rounding of deep networks is allowed, types of inputs and layers mix."""
+"""Parity checks: errors of a thousandth are found, rounding of deep networks is allowed, dtypes may be mixed."""
 
 import contextlib
 import copy
@@ -33,13 +33,13 @@ from growlab.growth.parity import ROUNDING, Parity, compare, relative_error, rou
 from growlab.lab.networks import CifarResNet
 from growlab.optim import SGD
 from growlab.widths import UnsupportedOperation, trace
-from tests.cases import NETWORKS, OLD_TORCH, Around, Growing, graph_of, outputs, planted
+from tests.cases import NETWORKS, OLD_TORCH, Around, Growing, differing, graph_of, outputs, planted, train
 from tests.unit.growth.test_event import Broken
-from tests.unit.growth.test_new_statistics import Products, batch, found
+from tests.unit.growth.test_new_statistics import Products, batch, settled
 
 
 class OffByAThousandth(VarianceTransfer):
-    """Gets entries of one tensor wrong by a thousandth of their size."""
+    """Grows one tensor with a relative error of a thousandth in each entry."""
 
     def __init__(self, wrong: str) -> None:
         super().__init__()
@@ -53,27 +53,27 @@ class OffByAThousandth(VarianceTransfer):
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[Parity]:
-    """Parity of each event, kept or not."""
-    found: list[Parity] = []
+    """Collect the parity of each event, including events that are undone."""
+    parities: list[Parity] = []
 
-    def noted(*args: object, **named: object) -> Parity:
-        found.append(compare(*args, **named))
-        return found[-1]
+    def compare_and_record(*args: object, **named: object) -> Parity:
+        parities.append(compare(*args, **named))
+        return parities[-1]
 
-    monkeypatch.setattr(event, "compare", noted)
-    return found
+    monkeypatch.setattr(event, "compare", compare_and_record)
+    return parities
 
 
 def off_by(tensor: Tensor, size: float) -> Tensor:
-    """A tensor with entries that are off by so much of their own size."""
+    """Add random relative errors of this size to the entries of a tensor."""
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return tensor * (1 + size * noise.to(tensor))
 
 
-def shows(network: nn.Module, tensor: Tensor, x: Tensor) -> list[bool]:
-    """True for each of eval and train mode in which outputs depend on a tensor's entries.
+def output_depends_on(network: nn.Module, tensor: Tensor, x: Tensor) -> list[bool]:
+    """For eval and train mode, return whether outputs depend on the entries of a tensor.
 
-    Batch statistics take no notice of a bias before them, softmax of the keys', train mode of running statistics.
+    Batch statistics cancel a bias before them, softmax cancels biases of keys, train mode ignores running statistics.
     """
     expected, kept = (outputs(network, x, False), outputs(network, x, True)), tensor.clone()
     with torch.no_grad():
@@ -83,7 +83,7 @@ def shows(network: nn.Module, tensor: Tensor, x: Tensor) -> list[bool]:
     return [relative_error(*pair) > 1e-9 for pair in zip(expected, found, strict=True)]
 
 
-# Each tensor takes an event, and these have many, of kinds that other networks of the table have too.
+# There is one event per tensor: these have many tensors, of kinds that other networks of the table cover.
 LONG = ("resnet A", "resnet B", "wrn no norm", "lstm", "cells", "sample norms")
 
 
@@ -91,27 +91,27 @@ LONG = ("resnet A", "resnet B", "wrn no norm", "lstm", "cells", "sample norms")
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in NETWORKS]
 )
 def test_an_error_of_a_thousandth_in_any_tensor_is_found(name: str, compared: list[Parity]) -> None:
-    graph, begun = graph_of(name), planted(name, VarianceTransfer())
+    graph, start = graph_of(name), planted(name, VarianceTransfer())
 
     def grown(method: VarianceTransfer) -> tuple[nn.Module, Parity]:
-        run = copy.copy(begun)
-        run.network, run.state, run.method = copy.deepcopy(begun.network), copy.deepcopy(begun.state), method
+        run = copy.copy(start)
+        run.network, run.state, run.method = copy.deepcopy(start.network), copy.deepcopy(start.state), method
         with contextlib.suppress(ParityError):
             run.grow()
         return run.network, compared.pop()
 
     network, sound = grown(VarianceTransfer())
     assert max(sound.errors) < 1e-12
-    # A method gets the ratio |v| / g in the place of g: no output depends on it.
+    # Methods get |v| / g in place of g, and no output depends on this ratio.
     for wrong in graph.axes.keys() - graph.lengths.keys():
-        expected = shows(network, network.state_dict()[wrong], *begun.x)
+        expected = output_depends_on(network, network.state_dict()[wrong], *start.x)
         _, found = grown(OffByAThousandth(wrong))
         seen = [error > most for error, most in zip(found.errors, found.tolerances, strict=True)]
         assert seen == expected, f"{wrong}: {found}"
 
 
 class Repeating(nn.Module):
-    """One batch normalisation that is applied several times, behind channels of which some are dead."""
+    """A batch normalisation that is applied several times."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Repeating(nn.Module):
 
 
 def flat() -> nn.Module:
-    """Batches are all that its statistics are taken over."""
+    """Batch normalisations over samples alone, without positions."""
     hidden = [(nn.Linear(i, 16), nn.BatchNorm1d(16), nn.ReLU()) for i in (6, 16, 16)]
     return nn.Sequential(*itertools.chain(*hidden), nn.Linear(16, 4))
 
@@ -141,7 +141,7 @@ SOUND = {
 
 
 def check_sound(name: str, dtype: torch.dtype, batch: int, steps: int, seed: int) -> None:
-    """Train and grow twice; channels of the first norm or layer are dead all the time."""
+    """Train through two events, with one channel of the first norm or layer kept at zero."""
     torch.manual_seed(seed)
     make, shape = SOUND[name]
     network, x, y = make().to(dtype), torch.randn(16, *shape, dtype=dtype), torch.randint(4, (16,))
@@ -153,9 +153,7 @@ def check_sound(name: str, dtype: torch.dtype, batch: int, steps: int, seed: int
         assert len(events) == (epoch > 0)
         for step in range(steps):
             rows = torch.arange(step, step + batch) % len(x)
-            optimizer.zero_grad()
-            F.cross_entropy(network(x[rows]), y[rows]).backward()
-            optimizer.step()
+            train(network, optimizer, x[rows], y[rows])
             with torch.no_grad():
                 norm = next(m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
                 (norm.weight if seed % 2 else next(network.parameters()))[0] = 0.0
@@ -192,12 +190,12 @@ def test_an_error_above_its_tolerance_in_either_mode_is_too_large(tolerance: flo
 
 
 def half_grown(network: nn.Module, x: Tensor) -> GrowthEvent:
-    """Event from half to full width."""
+    """Grow from half to full width and return the event."""
     return Growing(network, x, VarianceTransfer(), rough=False).grow()
 
 
 @pytest.mark.parametrize(("affine", "running"), [(False, True), (True, False), (False, False)])
-def test_batch_normalisation_whose_eps_no_weight_takes_up_grows_exactly(affine: bool, running: bool) -> None:
+def test_batch_normalisation_that_cannot_compensate_its_eps_grows_exactly(affine: bool, running: bool) -> None:
     """Without weights or without running statistics."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(16, affine=affine, track_running_stats=running)
@@ -206,8 +204,8 @@ def test_batch_normalisation_whose_eps_no_weight_takes_up_grows_exactly(affine: 
     assert max(event.parity_error_eval, event.parity_error_train, event.eps_error_train) < 1e-12
 
 
-def test_a_weight_of_two_norms_takes_up_no_eps() -> None:
-    """Statistics of two domains and one weight."""
+def test_a_weight_of_two_norms_does_not_compensate_eps() -> None:
+    """Separate statistics for two domains, and one shared weight."""
     torch.manual_seed(0)
     norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(2))
     norms[1].weight = norms[0].weight
@@ -223,7 +221,7 @@ def test_a_weight_of_two_norms_takes_up_no_eps() -> None:
 
 
 class OtherKernel(nn.BatchNorm1d):
-    """Normalises by another function than torch's, as synchronised normalisation does."""
+    """Batch normalisation by another kernel than torch's, as in SyncBatchNorm."""
 
     process_group = None
 
@@ -247,8 +245,8 @@ def test_eps_follows_in_synchronised_normalisation_too() -> None:
 X = batch(1)
 
 
-def difference(size: float, method: PairGrowth) -> Growing:
-    """The output has a difference of two equal numbers in it, so many times as large as itself."""
+def cancelling(size: float, method: PairGrowth) -> Growing:
+    """A network whose output contains a difference of two equal numbers, `size` times as large as the output."""
     torch.manual_seed(0)
     layers = {"a": nn.Linear(5, 8), "act": nn.Tanh(), "b": nn.Linear(8, 16), "relu": nn.ReLU()}
     network = nn.Sequential(OrderedDict(layers, classifier=nn.Linear(16, 3)))
@@ -262,44 +260,44 @@ def difference(size: float, method: PairGrowth) -> Growing:
 
 @pytest.mark.parametrize("size", [1e4, 2e4])
 def test_errors_as_large_as_rounding_every_weight_are_allowed(size):
-    event, usual = difference(size, PairGrowth(noise_std=0.0)).grow(), ROUNDING[torch.float32]
+    event, usual = cancelling(size, PairGrowth(noise_std=0.0)).grow(), ROUNDING[torch.float32]
     assert usual < event.parity_error_eval <= event.parity_tolerance_eval <= 100 * usual
 
 
 @pytest.mark.parametrize("size, wrong", [(1.0, 1.0005), (1e4, 1.05)])
 def test_a_broken_rule_is_not_mistaken_for_rounding(size, wrong):
     with pytest.raises(ParityError, match="changed the output"):
-        difference(size, Broken(lambda w: w * wrong)).grow()
+        cancelling(size, Broken(lambda w: w * wrong)).grow()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rounding_is_measured_on_the_network_and_leaves_it_unchanged(dtype):
     ratios = []
     for size in (1.0, 1e4):
-        network = difference(size, PairGrowth()).network.to(dtype)
-        before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        network = cancelling(size, PairGrowth()).network.to(dtype)
+        before = copy.deepcopy(network.state_dict())
         outputs = observe(network, X.to(dtype))
         measured = rounding_measured(network, (X.to(dtype),), outputs)
         assert measured[0] == measured[1]
         ratios.append(measured[0] / rounding(network, outputs.eval))
-        assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+        assert not differing(before, network.state_dict())
     assert ratios[0] == 1.0 <= ratios[1] <= 100.0
     assert ratios[1] > 1.0 or dtype == torch.float64
 
 
 def test_an_error_while_it_is_measured_leaves_the_parameters_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, calls = difference(1.0, PairGrowth()).network, iter([False, True])
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    network, calls = cancelling(1.0, PairGrowth()).network, iter([False, True])
+    before = copy.deepcopy(network.state_dict())
     outputs = observe(network, X)
     monkeypatch.setattr("growlab.growth.parity.placed", lambda tensor, like: 1 / 0 if next(calls) else tensor)
     with pytest.raises(ZeroDivisionError):
         rounding_measured(network, (X,), outputs)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert not differing(before, network.state_dict())
 
 
 def lagging(method: PairGrowth) -> Growing:
-    """A network with the running averages of other weights: in eval mode hardly anything is left of its input."""
-    run = found(lambda: Products(3), method)
+    """A network whose running variances are far too large, so that almost nothing of its input is left in eval mode."""
+    run = settled(lambda: Products(3), method)
     with torch.no_grad():
         run.network.classifier.bias.zero_()
         for norm in (run.network.norm, *run.network.norms):
@@ -321,7 +319,7 @@ class Counting(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.a, self.b, self.factor = nn.Linear(6, 16), nn.Linear(16, 3), factor
-        # Nothing can set it back, as attributes and containers are after a look at the network.
+        # growlab restores attributes and containers after observing a network, but cannot restore an iterator.
         self.calls = itertools.count()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -334,13 +332,13 @@ def test_a_network_with_irreproducible_outputs_causes_a_warning(
 ) -> None:
     x = torch.randn(8, 6)
     grower = Grower(Counting(factor), x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
-    told = "Counting returns different outputs for the same inputs"
+    warning = "Counting returns different outputs for the same inputs"
     with caplog.at_level("WARNING"):
         grower.step(epoch=0)
-        assert not any(told in message for message in caplog.messages)
+        assert not any(warning in message for message in caplog.messages)
         with ends:
             grower.step(epoch=1)
-    assert any(told in message for message in caplog.messages)
+    assert any(warning in message for message in caplog.messages)
 
 
 SAMPLES = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -381,7 +379,7 @@ TYPES = [*permutations([torch.bfloat16, torch.float32, torch.float64])]
 
 @pytest.mark.parametrize(
     ("method", "types", "norm_first"),
-    # Every order with normalisation before and behind, and with two methods.
+    # Every order of types with the norm registered first and later, with two methods.
     [(METHODS[(i + 2 * first) % 4], types, first) for i, types in enumerate(TYPES) for first in (False, True)],
 )
 def test_layers_keep_their_types(method: GrowthMethod, types: tuple[torch.dtype, ...], norm_first: bool) -> None:

@@ -1,4 +1,4 @@
-"""Gradients inside checkpoints and custom functions are right or refused; bare weights load in any order."""
+"""Checkpointed layers and custom functions: correct gradients or an error. Bare weights load in any order."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from growlab import Grower, Net2Net, VarianceTransfer
 from growlab.base.errors import UserError
 from growlab.growth import PairGrowth
-from tests.cases import Around
+from tests.cases import Around, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -56,7 +56,7 @@ class ByFunction(nn.Linear):
 
 
 class Bare(nn.Module):
-    """Weights of its own, checkpointed or not; with a normalisation of its own or a submodule."""
+    """Bare weights, checkpointed or not, with a functional normalisation or a submodule."""
 
     def __init__(self, how: str, reentrant: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Bare(nn.Module):
 
 
 def gradients(network: nn.Module) -> tuple[float, float]:
-    """The derivative of a loss along a direction of the input, analytic and numeric."""
+    """Derivative of a loss along a direction of the input: analytic and numeric."""
 
     def loss(x: Tensor) -> Tensor:
         return (network(x) ** 2).sum()
@@ -121,12 +121,11 @@ def test_gradients_behind_an_event_are_those_of_the_function(method: Any, how: s
     ],
 )
 def test_recomputed_weights_with_wrong_gradients_raise_an_error_before_training(middle: Any, code: str) -> None:
-    told = rf"2\.weight is used inside {code}, .* set layer_multipliers=False"
     made = network(middle())
     before, optimizer = dict(made.named_parameters()), torch.optim.SGD(made.parameters(), lr=0.1)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=rf"2\.weight is used inside {code}, .* set layer_multipliers=False"):
         Grower(made, X, method=VarianceTransfer(), trigger={0: 0.34, 1: 1.0})
-    # Nothing is lost: it trains as it was.
+    # The network is unchanged and trains as before.
     assert all(p is before[name] for name, p in made.named_parameters())
     made(X).sum().backward()
     optimizer.step()
@@ -137,7 +136,7 @@ def test_recomputed_weights_with_wrong_gradients_raise_an_error_before_training(
 
 
 class Normalised(torch.autograd.Function):
-    """As NAFNet normalises images over their channels."""
+    """NAFNet's layer normalisation over the channels of images."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -196,7 +195,7 @@ def test_channels_normalised_inside_a_checkpoint_keep_their_width(how: str, meth
 
 @pytest.mark.parametrize("what", ["1", "2"])
 def test_data_parallel_raises_an_error(what: str) -> None:
-    """As `nn.DataParallel` makes them for each of its devices, of which this machine has none."""
+    """Modules are replicated as in `nn.DataParallel`, which itself needs GPUs."""
     torch.manual_seed(0)
     layers = (nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3))
     network = nn.Sequential(*layers).double()
@@ -213,12 +212,11 @@ def test_data_parallel_raises_an_error(what: str) -> None:
     assert module(x).isfinite().all()
 
 
-TOKENS = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 STAGES = {0: 0.25, 1: 0.5, 2: 1.0}
 
 
 class BareWeights(nn.Module):
-    """Weights and a normalisation of its own, around a layer."""
+    """Bare weights and a functional normalisation around a layer."""
 
     def __init__(self, normalised: bool) -> None:
         super().__init__()
@@ -233,23 +231,16 @@ class BareWeights(nn.Module):
         return F.linear(torch.relu(self.hidden(torch.relu(x))), self.last)
 
 
-def begun(normalised: bool, stage: int, steps: int = 0) -> tuple[nn.Module, Grower, torch.optim.Optimizer]:
+def at_stage(normalised: bool, stage: int, steps: int = 0) -> tuple[nn.Module, Grower, torch.optim.Optimizer]:
     torch.manual_seed(1)
     network = BareWeights(normalised).double()
-    grower = Grower(network, TOKENS, method=VarianceTransfer(multipliers="keep"), trigger=STAGES)
+    grower = Grower(network, X, method=VarianceTransfer(multipliers="keep"), trigger=STAGES)
     optimizer = torch.optim.Adam(network.parameters())
     grower.follow(optimizer)
     for epoch in range(stage + 1):
         grower.step(epoch=epoch)
-        train(network, optimizer, steps)
+        train(network, optimizer, X, steps=steps)
     return network, grower, optimizer
-
-
-def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        (network(TOKENS) - 1).square().mean().backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -260,34 +251,34 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) 
     ],
 )
 def test_checkpoints_of_weights_at_the_root_load_in_any_order(normalised: bool, stage: int, start: int) -> None:
-    saved = begun(normalised, stage, steps=3)
+    saved = at_stage(normalised, stage, steps=3)
     states: list[Any] = [copy.deepcopy(one.state_dict()) for one in saved]
     assert any("unfinished_growth" in name for name in states[0]) == (stage > 0)
     for order in itertools.permutations(range(3)):
-        loading = begun(normalised, start)
+        loading = at_stage(normalised, start)
         for index in order:
             loading[index].load_state_dict(copy.deepcopy(states[index]))
-        assert torch.equal(loading[0](TOKENS), saved[0](TOKENS)), order
+        assert torch.equal(loading[0](X), saved[0](X)), order
 
 
 def test_a_copy_loads_by_itself_and_nothing_is_left_behind() -> None:
-    saved = copy.deepcopy(begun(False, 2, steps=3)[0].state_dict())
-    network, grower, optimizer = begun(False, 0)
+    saved = copy.deepcopy(at_stage(False, 2, steps=3)[0].state_dict())
+    network, grower, optimizer = at_stage(False, 0)
     twin, _ = copy.deepcopy((grower, optimizer))
-    expected = network(TOKENS)
+    expected = network(X)
     twin.network.load_state_dict(saved)
-    assert torch.equal(network(TOKENS), expected)
-    assert not torch.equal(twin.network(TOKENS), expected)
-    before = twin.network(TOKENS)
+    assert torch.equal(network(X), expected)
+    assert not torch.equal(twin.network(X), expected)
+    before = twin.network(X)
     twin.finish()
-    torch.testing.assert_close(twin.network(TOKENS), before)
+    torch.testing.assert_close(twin.network(X), before)
     grower.finish(at_any_stage=True)
     for module in (*network.modules(), *twin.network.modules()):
         assert not module._load_state_dict_pre_hooks
         assert not module._state_dict_hooks
     plain = BareWeights(False).double()
     plain.load_state_dict(twin.network.state_dict())
-    torch.testing.assert_close(plain(TOKENS), before)
+    torch.testing.assert_close(plain(X), before)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, without a process group
@@ -299,7 +290,7 @@ def test_distributed_checkpoints_restore_a_growing_network(method: Any, tmp_path
         torch.manual_seed(1)
         layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
         network = nn.Sequential(nn.Sequential(*layers[:3]), *layers[3:]).double()
-        grower = Grower(network, TOKENS, method=method, trigger={0: 0.25, 1: 0.5, 2: 1.0}, anneal_steps=5)
+        grower = Grower(network, X, method=method, trigger={0: 0.25, 1: 0.5, 2: 1.0}, anneal_steps=5)
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
         grower.follow(optimizer)
         return network, grower, optimizer
@@ -307,7 +298,7 @@ def test_distributed_checkpoints_restore_a_growing_network(method: Any, tmp_path
     network, grower, optimizer = make()
     for epoch in range(3):
         grower.step(epoch=epoch)
-        train(network, optimizer)
+        train(network, optimizer, X, steps=3)
         model, moments = dcp_states.get_state_dict(network, optimizer)
         assert model.keys() == network.state_dict().keys() == dcp_states.get_model_state_dict(network).keys()
         assert moments["state"].keys() == dict(network.named_parameters()).keys()
@@ -315,20 +306,20 @@ def test_distributed_checkpoints_restore_a_growing_network(method: Any, tmp_path
         saved = copy.deepcopy(grower.state_dict())
         other, again, resumed = make()
         again.load_state_dict(saved)
-        train(other, resumed)
-        # Its steps have brought normalisations closer to plain ones.
+        train(other, resumed, X, steps=3)
+        # Training has annealed its normalisations further.
         again.load_state_dict(saved)
         model, moments = dcp_states.get_state_dict(other, resumed)
         dcp.load({"model": model, "optimizer": moments}, checkpoint_id=str(tmp_path / str(epoch)))
         dcp_states.set_model_state_dict(other, model)
         dcp_states.set_optimizer_state_dict(other, resumed, moments)
-        assert torch.equal(other(TOKENS), network(TOKENS))
+        assert torch.equal(other(X), network(X))
         whole = dcp_states.get_model_state_dict(
             network, options=dcp_states.StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
         dcp_states.set_model_state_dict(other, whole)
-        assert torch.equal(other(TOKENS), network(TOKENS))
+        assert torch.equal(other(X), network(X))
         twin, its = copy.deepcopy((grower, optimizer))
-        train(twin.network, its)
-        train(other, resumed)
-        assert torch.equal(other(TOKENS), twin.network(TOKENS))
+        train(twin.network, its, X, steps=3)
+        train(other, resumed, X, steps=3)
+        assert torch.equal(other(X), twin.network(X))

@@ -1,4 +1,4 @@
-"""Recurrent layers: hidden channels grow through the recurrence, exactly, and so does what they read."""
+"""Recurrent layers: hidden and input channels grow exactly."""
 
 import copy
 import random
@@ -40,7 +40,7 @@ BEFORE, AFTER = ("embedding", "linear", "convolution"), ("mean", "state", "norm"
 
 
 class Sequences(nn.Module):
-    """A recurrent module of any kind behind and before layers of other kinds; inputs [B, 6] or [B, 6, 3]."""
+    """A recurrent module of any kind between layers of other kinds; inputs [B, 6] or [B, 6, 3]."""
 
     def __init__(self, kind: str, before: str, after: str, **settings: Any) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class Sequences(nn.Module):
 
 
 @cache
-def drawn(seed: int) -> tuple[Sequences, Tensor, WidthGraph]:
-    """A network of any settings, an input and its graph."""
+def random_case(seed: int) -> tuple[Sequences, Tensor, WidthGraph]:
+    """A network with random settings, an input, and its width graph."""
     choose = random.Random(seed)
     kind, before, after = list(KINDS)[seed % 4], choose.choice(BEFORE), AFTER[seed % 5]
     layers = choose.choice((1, 2, 3))
@@ -102,7 +102,7 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "seed"), CASES)
 def test_any_recurrent_network_grows_three_times(method: str, seed: int) -> None:
-    plain, x, graph = drawn(seed)
+    plain, x, graph = random_case(seed)
     network = copy.deepcopy(plain)
     assert {"inside", "rnn"} <= set(graph.groups)
     hidden, read = graph.axes["rnn.weight_hh_l0"][1], graph.axes["rnn.weight_ih_l0"][1]
@@ -113,9 +113,9 @@ def test_any_recurrent_network_grows_three_times(method: str, seed: int) -> None
         before = [run.outputs(training, fresh) for training in (False, True)]
         event = run.grow(part, seed=5)
         after = [run.outputs(training, fresh) * event.output_factor for training in (False, True)]
-        # Of features that attention and normalisation have passed, more rounding is left.
+        # Attention and normalisation round more.
         assert max(map(relative_error, before, after)) < 1e-11
-        # In train mode dropout between the layers is left out.
+        # In train mode dropout between the layers is disabled.
         assert max(event.parity_error_eval, event.parity_error_train) < 1e-11
         assert network.rnn.hidden_size == hidden.length(event.widths_after)
         assert network.rnn.input_size == read.length(event.widths_after)
@@ -183,7 +183,7 @@ def test_new_weights_of_gates_vary_as_torchs_own() -> None:
 
 
 class States(nn.Module):
-    """An LSTM whose first states come from somewhere, over inputs [B, 6, 3]."""
+    """An LSTM with initial states from different sources; inputs [B, 6, 3]."""
 
     def __init__(self, where: str, **settings: Any) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_inputs_of_a_projecting_layer_grow(method: GrowthMethod) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("LSTM", torch.float32), ("GRU", torch.float64), ("tanh", torch.float64)])
-def test_gradmax_shows_the_gradient_that_it_has_worked_out(kind: str, dtype: torch.dtype) -> None:
+def test_gradmax_reaches_its_predicted_gradient(kind: str, dtype: torch.dtype) -> None:
     run = sequences(kind, GradMax(), dtype=dtype)
     before = run.outputs()
     event, _ = run.grow(run.graph.full_widths)
@@ -289,8 +289,7 @@ def test_methods_that_cannot_measure_a_recurrent_layer_raise_an_error() -> None:
         UserError, match=r"rnn: its channels are produced by rnn\.weight_ih_l0, rnn\.weight_hh_l0, not by one"
     ):
         event(Tiny())
-    told = event(Tiny(fallback="pairs")).report["grown_by_pairs"]
-    assert set(told) == {"inside", "rnn"}
+    assert set(event(Tiny(fallback="pairs")).report["grown_by_pairs"]) == {"inside", "rnn"}
     with pytest.raises(
         UserError, match="second derivatives, which the ReLU inside torch's recurrent layers does not have"
     ):

@@ -1,4 +1,4 @@
-"""Stages of epochs, widths and batch sizes: the published lists and what holds for any setting."""
+"""Epochs, widths and batch sizes of stages: the published lists, and properties of any setting."""
 
 import inspect
 import math
@@ -58,7 +58,7 @@ def test_published_widths_of_resnet20(shortcut):
 
 
 def test_the_first_batch_is_divisible_by_the_processes_too():
-    # 10 + 0.4 * 10 = 14, of which 16 is the nearest multiple of 8, above it.
+    # 10 + 0.4 * 10 = 14, rounded up to a multiple of 8.
     assert stage_batch_sizes(2, 10, 0.4, multiple=8) == [16, 10]
 
 
@@ -102,18 +102,18 @@ def test_the_defaults_are_those_of_the_configuration():
 
 
 @given(st.integers(4, 70), st.integers(4, 70), st.integers(1, 12), st.floats(0.1, 1))
-def test_streams_follow_the_rule_and_not_their_pieces(below, more, num_stages, initial_width):
-    """A group that completes a stream has the difference of two streams, if that is one of its widths."""
+def test_streams_follow_the_rule_and_not_their_groups(below, more, num_stages, initial_width):
+    """A group that completes a stream gets the difference of two streams' widths, if that never decreases."""
     graph = graph_with(Group("narrow", below), Group("more", more, below))
     schedule = make_schedule(1000, 32, num_stages=num_stages, initial_epochs=1, initial_width=initial_width)
     wide, narrow = (
         [stream_width(full, fraction) for fraction in schedule.width_fractions] for full in (below + more, below)
     )
-    lacking = [whole - part for whole, part in zip(wide, narrow, strict=True)]
-    assume(lacking == sorted(lacking) and lacking[0] >= 1)
+    difference = [all_channels - first for all_channels, first in zip(wide, narrow, strict=True)]
+    assume(difference == sorted(difference) and difference[0] >= 1)
     stages = schedule.widths(graph)
     assert [stage["narrow"] for stage in stages] == narrow
-    assert [stage["more"] for stage in stages] == lacking
+    assert [stage["more"] for stage in stages] == difference
 
 
 @given(st.integers(1, 5000), st.fractions(Fraction(1, 100), 1))
@@ -139,16 +139,16 @@ def test_early_stages_have_the_larger_batches(num_stages, batch_size, rate, limi
 
 @given(st.integers(2, 12), st.integers(1, 512), st.floats(0, 1), st.sampled_from([1, 2, 8]))
 def test_forwards_is_the_inverse_of_backwards(num_stages, batch_size, rate, num_processes):
-    """Eq. 8 leads back to the very sizes; divided among processes, to within what rounding moves."""
+    """Eq. 8 restores the sizes exactly, or up to rounding if they are divided among processes."""
     backwards = stage_batch_sizes(num_stages, batch_size, rate)
     assert stage_batch_sizes(num_stages, backwards[0], rate, given="first") == backwards
     divided = stage_batch_sizes(num_stages, 8 * backwards[0], rate, multiple=num_processes, given="first")
-    whole = stage_batch_sizes(num_stages, 8 * backwards[0], rate, given="first")
-    for size, exact in zip(divided, whole, strict=True):
+    undivided = stage_batch_sizes(num_stages, 8 * backwards[0], rate, given="first")
+    for size, exact in zip(divided, undivided, strict=True):
         assert size % num_processes == 0 and abs(size - exact) <= num_processes
 
 
-def test_batches_stay_within_what_a_device_holds():
+def test_batches_stay_within_the_limit_of_a_device():
     settings = {"batch_growth_rate": 0.5, "num_stages": 4, "num_processes": 2, "max_batch_size": 300}
     assert make_schedule(9, 64, **settings).batch_sizes == (216, 144, 96, 64)
     assert make_schedule(9, 64, max_batch_size_per_device=50, **settings).batch_sizes == (100, 100, 96, 64)

@@ -12,7 +12,7 @@ from growlab.growth import FireFly, Splitting
 from growlab.growth.methods.firefly import _Neighbourhood
 from growlab.growth.methods.splitting import splitting_eigen
 from growlab.widths import replace_tensors
-from tests.unit.growth.measured import Residual, Started, mlp, started
+from tests.unit.growth.measured import Residual, Started, mlp, started, with_one
 
 BETA = 3.0
 
@@ -27,14 +27,11 @@ def eigen(run: Started, iterations: int | None) -> dict[str, tuple[Tensor, Tenso
 
 
 def hessian_of_the_splitting_loss(run: Started, activation) -> Tensor:
-    """By all moves of both layers, [all, all], of a split network that is written out."""
+    """Hessian by all moves of both layers, [all, all], of a split network written out by hand."""
     (w1, b1), (w2, b2), (w3, b3) = (
         (run.network[place].weight.detach(), run.network[place].bias.detach()) for place in (0, 2, 4)
     )
     theta1, theta2 = torch.cat([w1, b1[:, None]], 1), torch.cat([w2, b2[:, None]], 1)
-
-    def with_one(x: Tensor) -> Tensor:
-        return torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
 
     def loss(moves: Tensor) -> Tensor:
         u1, u2 = moves[: theta1.numel()].view_as(theta1), moves[theta1.numel() :].view_as(theta2)
@@ -54,10 +51,10 @@ def test_eigenvalues_are_those_of_the_splitting_loss(kind: str) -> None:
     smooth = (lambda x: F.softplus(x, beta=BETA)) if kind == "relu" else torch.tanh
     run = started(mlp(nn.ReLU() if kind == "relu" else None, 3), (3,), Splitting())
     hessian = hessian_of_the_splitting_loss(run, smooth)
-    whole, fast = eigen(run, None), eigen(run, 5)
+    exact, fast = eigen(run, None), eigen(run, 5)
     start = 0
     for group in ("0", "2"):
-        values, vectors = whole[group]
+        values, vectors = exact[group]
         size = vectors.shape[1]
         for neuron in range(len(values)):
             rows = slice(start, start + size)
@@ -65,7 +62,7 @@ def test_eigenvalues_are_those_of_the_splitting_loss(kind: str) -> None:
             assert float(values[neuron]) == pytest.approx(float(torch.linalg.eigvalsh(block)[0]), rel=1e-8)
             v = vectors[neuron]
             torch.testing.assert_close(block @ v, values[neuron] * v, atol=1e-10, rtol=0)
-            # No neuron's move is seen by another's, to second order.
+            # Moves of different neurons do not interact at second order.
             others = torch.cat([hessian[rows, :start], hessian[rows, start + size :]], 1)
             assert float(others.abs().max()) < 1e-12
             start += size
@@ -73,7 +70,7 @@ def test_eigenvalues_are_those_of_the_splitting_loss(kind: str) -> None:
         torch.testing.assert_close(fast[group][0], values)
     few = eigen(run, 2)
     for group, (values, vectors) in few.items():
-        assert bool((values >= whole[group][0] - 1e-12).all())
+        assert bool((values >= exact[group][0] - 1e-12).all())
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(values), dtype=torch.float64))
 
 
@@ -89,7 +86,7 @@ def test_the_loss_falls_as_predicted_over_streams_norms_and_depthwise_filters(bu
     for group, report in event.report["groups"].items():
         values = torch.tensor(report["eigenvalues"])
         assert report["split"] == [int(values.argmin())]
-        # Whose copy lies behind the old channels.
+        # Its copy comes after the old channels.
         assert event.carry.sources[group].tolist() == [*range(len(values)), int(values.argmin())]
 
 
@@ -117,7 +114,7 @@ def test_the_loss_falls_as_predicted(build) -> None:
 
 
 def test_chosen_candidates_beat_random_ones() -> None:
-    """In first-order decrease, in loss, and in loss after a step."""
+    """Compare the first-order decrease, the loss, and the loss after a step."""
     run = started(Residual(), (2, 5, 5), FireFly(steps=3))
     old = dict(run.state.widths)
     (context, groups), data = run.context(more=1), run.data()
@@ -187,8 +184,8 @@ def test_with_a_candidate_for_every_neuron_a_layer_may_more_than_double() -> Non
 
 
 @pytest.mark.parametrize("num_batches", [1, 2])
-def test_the_order_of_sums_decides_nothing(num_batches: int) -> None:
-    """Behind ReLUs that no sample bends, gradients by moves are rounding: steps of one length follow none of it."""
+def test_growth_does_not_depend_on_the_order_of_sums(num_batches: int) -> None:
+    """If all ReLUs are linear, gradients by moves are only rounding, which steps of fixed length must not follow."""
     grown = []
     for backwards in (False, True):
         run = started(mlp(nn.ReLU(), 3), (3,), FireFly(steps=2), num_batches=num_batches, size=64)

@@ -17,7 +17,7 @@ from growlab.growth.methods.tiny import best_neurons, solved
 from growlab.lab.networks import resnet20
 from growlab.widths import trace
 from tests.cases import Around
-from tests.unit.growth.measured import Residual, Started, mlp, started
+from tests.unit.growth.measured import Residual, Started, mlp, started, with_one
 
 
 def conv() -> nn.Sequential:
@@ -43,10 +43,6 @@ def measured(run: Started, group: str) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def with_one(x: Tensor) -> Tensor:
-    return torch.cat([x, torch.ones(*x.shape[:-1], 1, dtype=x.dtype)], -1)
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_best_neurons_are_least_squares_of_their_rank(count: int) -> None:
     source = torch.Generator().manual_seed(0)
@@ -60,7 +56,7 @@ def test_the_best_neurons_are_least_squares_of_their_rank(count: int) -> None:
     left, values, right = torch.linalg.svd(h @ solution, full_matrices=False)
     predicted = left[:, :count] * values[:count] @ right[:count]
     torch.testing.assert_close(h @ alpha.T @ omega, predicted)
-    # The sign of each is no matter of rounding: it follows the numbers into another order.
+    # Signs do not depend on rounding: reordered inputs give reordered weights.
     order = torch.tensor([3, 0, 4, 1, 2])
     moved, same, _ = best_neurons((h.T @ h / 200)[order][:, order], (h.T @ v / 200)[order], count)
     torch.testing.assert_close(moved, alpha[:, order])
@@ -92,7 +88,7 @@ def test_a_ridge_is_that_of_least_squares(ridge: float) -> None:
     ],
 )
 def test_moments_are_those_of_least_squares(network, shape, group, places) -> None:
-    """`places` of the producer, the consumer and what follows it."""
+    """`places` are those of the producer, the consumer and the rest of the network."""
     producer, consumer, rest = places
     run = started(network(), shape, Tiny())
     reads, inner, goals = [], [], []
@@ -116,7 +112,7 @@ def test_moments_are_those_of_least_squares(network, shape, group, places) -> No
 
 @pytest.mark.parametrize("pool", [1, 2])
 def test_a_position_counts_as_often_as_it_is_read(pool: int) -> None:
-    """Patches laid out as channels, and unfolded as the consumer reads them; pooled ones all count."""
+    """Expected from patches unfolded as the consumer reads them; all positions that are pooled count."""
     reader = nn.Conv2d(4, 3, 3, stride=2, padding=1)
     layers = nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.AvgPool2d(pool), reader, nn.AdaptiveAvgPool2d(1)
     run = started(nn.Sequential(*layers, nn.Flatten()), (2, 8, 8), Tiny())
@@ -164,7 +160,7 @@ def test_a_small_amplitude_goes_downhill_at_the_rate_that_the_moments_say() -> N
     "norm", [nn.BatchNorm2d(6), nn.InstanceNorm2d(6, affine=True, track_running_stats=True)], ids=["batch", "instance"]
 )
 def test_a_norm_lets_new_channels_pass_on_the_batches(norm: nn.Module) -> None:
-    """By the means over the samples where each has its own statistics."""
+    """In instance normalisation, by the means of the samples' statistics."""
     run = started(normed(norm), (2, 6, 6), Tiny(amplitudes=[1.0]), num_batches=1)
     run.grow({"0": 5})
     # Eval first: a forward in train mode moves the statistics.
@@ -193,7 +189,7 @@ def test_measurements_do_not_depend_on_the_eps_of_norms(make) -> None:
 
 
 def test_an_instance_norm_with_unknown_input_raises_an_error() -> None:
-    """It is called by a module which computes something before it."""
+    """The function's input is not the input of the module that calls it."""
     inside = Around(
         lambda net, x: F.instance_norm(x * net.scale, weight=net.weight),
         **{"scale": nn.Parameter(torch.ones(6, 1, 1)), "weight": nn.Parameter(torch.ones(6))},
@@ -204,8 +200,8 @@ def test_an_instance_norm_with_unknown_input_raises_an_error() -> None:
 
 def test_shared_channels_raise_an_error_or_grow_by_pairs() -> None:
     run = started(Residual(), (2, 5, 5), Tiny())
-    told = "Tiny cannot grow stem: its channels are produced by stem, back, not by one layer; set fallback='pairs'"
-    with pytest.raises(UserError, match=told):
+    message = "Tiny cannot grow stem: its channels are produced by stem, back, not by one layer; set fallback='pairs'"
+    with pytest.raises(UserError, match=message):
         run.widen(1)
     run.method = Tiny(fallback="pairs")
     event, _ = run.widen(1)
@@ -223,7 +219,7 @@ def test_shared_channels_raise_an_error_or_grow_by_pairs() -> None:
 def test_the_loss_on_batches_that_are_held_out_never_rises(
     build, shape: tuple[int, ...], update_old: bool, seed: int
 ) -> None:
-    """Targets are drawn: what helps on one batch may hurt on the next."""
+    """Targets are random, so that an update that helps on one batch may hurt on another."""
     run = started(build(), shape, Tiny(update_old=update_old, amplitudes=[64.0, 1.0, 0.01]), num_batches=5)
     source = torch.Generator().manual_seed(seed)
     run.batches[:] = [(x, torch.randint(3, (len(x),), generator=source)) for x, _ in run.batches]
@@ -249,7 +245,7 @@ def test_the_amplitude_of_the_lowest_loss_is_found_from_the_largest_down() -> No
 
 
 def opposed(z: Tensor, y: Tensor) -> Tensor:
-    """A loss whose sign is that of the targets, so that what lowers one batch's raises the other's."""
+    """A loss with the sign of the targets: what lowers it on one batch raises it on the other."""
     return z.square().sum(1).mean() * y.to(z).mean()
 
 
@@ -269,8 +265,8 @@ def test_if_no_amplitude_helps_the_function_stays_and_new_neurons_learn(build) -
     assert slope[:, widths["2"] :].norm(dim=0).min() > 1e-4
 
 
-def test_more_neurons_than_the_next_layer_asks_for_learn_too() -> None:
-    """Three outputs ask for three of ten neurons."""
+def test_more_new_neurons_than_outputs_learn_too() -> None:
+    """With three outputs, TINY determines at most three of the new neurons."""
     network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
     run = started(network, (5,), Tiny(), num_batches=1, size=100)
     old = run.state.widths["0"]
@@ -315,8 +311,8 @@ def convolutions() -> nn.Module:
     )
 
 
-def by_hand(begun: Started, layer: nn.Module) -> tuple[float, float]:
-    """E|V|^2, and the least E|V - dW b|^2 by a step of each of the layer's weights in turn."""
+def by_hand(run: Started, layer: nn.Module) -> tuple[float, float]:
+    """E|V|^2 and the minimum of E|V - dW b|^2, by least squares over steps of each weight of the layer."""
     read, slopes = [], []
 
     def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -324,9 +320,9 @@ def by_hand(begun: Started, layer: nn.Module) -> tuple[float, float]:
         output.register_hook(lambda slope: slopes.append(-slope))
 
     hook = layer.register_forward_hook(keep)
-    begun.network.train()
-    for x, y in begun.batches:
-        F.cross_entropy(begun.network(x), y).backward()
+    run.network.train()
+    for x, y in run.batches:
+        F.cross_entropy(run.network(x), y).backward()
     hook.remove()
     goal = torch.cat([slope * len(slope) for slope in slopes])
     columns = []
@@ -343,13 +339,13 @@ def by_hand(begun: Started, layer: nn.Module) -> tuple[float, float]:
 
 
 def test_missing_equals_the_residual_of_least_squares() -> None:
-    begun = started(convolutions(), (2, 6, 6), PairGrowth())
-    data = begun.data()
-    found = bottlenecks(begun.graph, begun.state.widths, data)
-    readers = {"0": begun.network[2], "2": begun.network[7]}
+    run = started(convolutions(), (2, 6, 6), PairGrowth())
+    data = run.data()
+    found = bottlenecks(run.graph, run.state.widths, data)
+    readers = {"0": run.network[2], "2": run.network[7]}
     assert set(found) == set(readers)
     for group, layer in readers.items():
-        wanted, missing = by_hand(begun, layer)
+        wanted, missing = by_hand(run, layer)
         assert found[group].wanted == pytest.approx(wanted, rel=1e-9)
         assert found[group].missing == pytest.approx(missing, rel=1e-6)
         assert 0 < missing < wanted
@@ -357,12 +353,12 @@ def test_missing_equals_the_residual_of_least_squares() -> None:
 
 
 def test_groups_at_full_width_are_left_out() -> None:
-    begun = started(convolutions(), (2, 6, 6), PairGrowth())
-    begun.grow({"0": 4})
-    assert set(bottlenecks(begun.graph, begun.state.widths, begun.data())) == {"2"}
+    run = started(convolutions(), (2, 6, 6), PairGrowth())
+    run.grow({"0": 4})
+    assert set(bottlenecks(run.graph, run.state.widths, run.data())) == {"2"}
 
 
-def test_streams_that_several_layers_put_out_have_none() -> None:
+def test_streams_that_several_layers_produce_are_not_measurable() -> None:
     network = resnet20((3, 8, 8), 10)
     graph = trace(network, torch.randn(2, 3, 8, 8))
     groups = {fans.group for fans in measurable(graph, network)}
@@ -378,7 +374,7 @@ def test_out_of_reach_does_not_depend_on_the_unit_of_the_loss(part, wanted, unit
 
 
 IN, OUT, EPOCHS, RATE = 10, 3, 3, 0.01
-# Widths of the two hidden layers: GroMo's events add as many neurons as the next layer asks for.
+# Widths of the two hidden layers: GroMo's events add at most as many neurons as the next layer has.
 STAGES = [(2, 2), (4, 2), (4, 4), (8, 4), (8, 6)]
 
 
@@ -424,7 +420,7 @@ def never_grown(seed: int, rate: float = RATE) -> float:
 
 
 def ours(seed: int, rate: float = RATE, **settings: object) -> float:
-    """Loss at the end; the seed begins as torch draws it."""
+    """Final loss, starting from torch's own initialisation of the seed network."""
     model = network(STAGES[-1], seed)
     trigger: Mapping[int, dict[str, int]] = {
         epoch: {"0": first, "2": second} for epoch, (first, second) in enumerate(STAGES)
@@ -441,7 +437,7 @@ def ours(seed: int, rate: float = RATE, **settings: object) -> float:
 
 
 def theirs(seed: int, rate: float = RATE) -> float:
-    """Loss of GroMo's network at the end, from the same start; its events as in its tutorial."""
+    """Final loss of GroMo's network from the same start, grown as in its tutorial."""
     from gromo.containers.growing_mlp import GrowingMLP
     from gromo.utils.training_utils import compute_statistics, evaluate_model
 
@@ -470,7 +466,7 @@ def theirs(seed: int, rate: float = RATE) -> float:
 
 @pytest.mark.parametrize("seed", [2, 4])
 def test_a_grown_network_trains_no_worse_than_one_that_never_grows(seed: int) -> None:
-    """Seeds that ended in NaN where nothing bounded new weights: S is nearly singular at the last event."""
+    """Seeds that end in NaN if new weights are not bounded, because S is nearly singular at the last event."""
     assert ours(seed, batches=10) < never_grown(seed)
 
 
@@ -478,9 +474,9 @@ def test_a_grown_network_trains_no_worse_than_one_that_never_grows(seed: int) ->
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rate", [RATE, 2 * RATE])
 def test_training_after_events_is_no_worse_than_with_gromo(rate: float) -> None:
-    """At the defaults, of ten seeds: none diverges, and the mean is at most 1 % above theirs.
+    """With default settings and ten seeds, no run diverges and the mean loss is at most 1 % above GroMo's.
 
-    GroMo's neurons may be larger, sqrt(3) times on both sides: it takes the loss as a sum over the outputs.
+    GroMo sums the loss over outputs, so its neurons may be larger by sqrt(3) on both sides.
     """
     pytest.importorskip("gromo", reason="GroMo is not installed")
     losses = torch.tensor([[ours(seed, rate), theirs(seed, rate), never_grown(seed, rate)] for seed in range(10)])

@@ -45,7 +45,7 @@ def test_weights_begin_and_grow_by_table_1():
     torch.manual_seed(0)
     method = VarianceTransfer(rescale_layers_without_batch_norm=True)
     wide = Grown(MLP(80, [200, 200], 60), torch.randn(8, 80), 100, 160, method)
-    # The deviation of a sample variance is sqrt(2 / n) of it; 5 of those are allowed. A twin is no new draw.
+    # Sample variances deviate by a factor of sqrt(2 / n); 5 times that is allowed. Twins are left out as copies.
     for rows, expected in (
         (wide.seed["hidden.0.weight"], 2 / 80),
         (wide.seed["hidden.2.weight"], 2 / 100),
@@ -81,7 +81,7 @@ def test_weights_begin_and_grow_by_table_1():
     assert not torch.equal(new_rows[:, 100:130], -new_rows[:, 130:160])
 
 
-def test_an_odd_channel_is_not_listened_to():
+def test_old_units_do_not_read_a_new_channel_without_a_twin():
     new = narrow(PairGrowth(), after=7).new
     assert new["hidden.0.weight"][6].count_nonzero() == 6
     assert new["hidden.2.weight"][:4, 6].count_nonzero() == 0
@@ -98,7 +98,7 @@ def test_the_effect_of_eps_is_first_order(v, c):
 
 @pytest.mark.parametrize("name", ["resnet A", "resnet B", "convnet", "mlp batch norm"])
 def test_train_mode_is_off_by_eps_alone(name):
-    """Spec 01, Section 3: about 1e-6 where batch variances are near 1."""
+    """The error is about 1e-6 where batch variances are near 1."""
     case, graph = NETWORKS[name], graph_of(name)
     half = {n: w // 2 for n, w in graph.full_widths.items()}
     run = Growing(case.make(), case.inputs(num_samples=32), VarianceTransfer(), half, graph=graph, rough=False)
@@ -128,15 +128,15 @@ def three(method: VarianceTransfer) -> Grown:
 
 
 def test_the_constraint_restores_unit_variance():
-    """Theorem A.1: C Var[W] = 1 (times the gain) for old weights, whatever they had become."""
+    """Theorem A.1: C Var[W] = 1 (times the gain) for old weights, whatever their variance before."""
     grown = three(VarianceTransfer("constraint", rescale_layers_without_batch_norm=True))
     for name, fan_in in (("hidden.0", 20), ("hidden.2", 8), ("hidden.4", 8)):
-        was, now = (
+        variance_before, variance_after = (
             fan_in * float(weights[f"{name}.weight"][:8, :fan_in].var(correction=0))
             for weights in (grown.old, grown.new)
         )
-        assert now == pytest.approx(2.0, rel=1e-12)
-        assert was != pytest.approx(2.0, rel=1e-3)
+        assert variance_after == pytest.approx(2.0, rel=1e-12)
+        assert variance_before != pytest.approx(2.0, rel=1e-3)
     torch.testing.assert_close(grown.new["classifier.weight"][:, :8], grown.old["classifier.weight"] * 8 / 12)
     torch.testing.assert_close(grown.output_after * grown.event.output_factor, grown.output_before)
 
@@ -151,7 +151,7 @@ def test_tanh_keeps_its_input():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rescaling_any_classes_multiplies_the_output_alone(name):
-    """Every activation by another factor, the output's included: only the output tells."""
+    """Each scale class has another factor; the output changes by that of its own class alone."""
     case, graph = NETWORKS[name], graph_of(name)
     network = case.make()
     roughen(network)
@@ -172,5 +172,5 @@ def test_hidden_layers_without_a_norm_keep_their_scale_without_multipliers():
     for name in ("hidden.0", "hidden.2", "hidden.4"):
         old = grown.old[f"{name}.weight"]
         torch.testing.assert_close(grown.new[f"{name}.weight"][:8, : old.shape[1]], old, rtol=0, atol=0)
-    # What is left on the logits is the output layer's factor alone, whatever the depth.
+    # The logits keep the output layer's factor alone, whatever the depth.
     assert grown.event.output_factor == pytest.approx(12 / 8, rel=1e-12)

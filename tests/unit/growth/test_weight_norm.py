@@ -20,7 +20,7 @@ from growlab.growth.multipliers import fold_multipliers
 from growlab.lab.networks import MLP, WideResNet
 from growlab.parts import Averages, Depth
 from growlab.widths import tensors_of, trace
-from tests.cases import Around, Growing
+from tests.cases import Around, Growing, train
 from tests.unit.growth.measured import started
 
 X = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -28,7 +28,7 @@ X = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1), dtype=torc
 
 def by_hooks(layer: nn.Module, dim: int | None = 0) -> nn.Module:
     with warnings.catch_warnings():
-        # Deprecated, and in use.
+        # Deprecated, but still used.
         warnings.simplefilter("ignore", FutureWarning)
         return nn.utils.weight_norm(layer, dim=dim)
 
@@ -51,13 +51,6 @@ def vocoder(norm: Callable[..., nn.Module], dim: int | None = 0) -> nn.Sequentia
     return nn.Sequential(one, nn.LeakyReLU(), up, nn.LeakyReLU(), two, *rest, last).double()
 
 
-def train(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(3):
-        optimizer.zero_grad()
-        (network(X) - 1).square().mean().backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("dim", [0, 1, None])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_network_grows_exactly_and_ends_as_an_ordinary_one(spelling: str, dim: int | None) -> None:
@@ -73,7 +66,7 @@ def test_a_network_grows_exactly_and_ends_as_an_ordinary_one(spelling: str, dim:
         for event in grower.step(epoch):
             assert max(event.parity_error_eval, event.parity_error_train) <= 1e-12
             torch.testing.assert_close(network(X) * grower.state.output_factor, before, rtol=1e-12, atol=1e-12)
-        train(network, optimizer)
+        train(network, optimizer, X, steps=3)
         assert {float(optimizer.state[p]["step"]) for p in network.parameters()} == {3.0 * (epoch + 1)}
     grower.finish()
     assert {float(optimizer.state[p]["step"]) for p in network.parameters()} == {9.0}
@@ -91,7 +84,7 @@ def test_a_network_grows_exactly_and_ends_as_an_ordinary_one(spelling: str, dim:
 @pytest.mark.parametrize("dim", [0, 1, None])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_noise_is_that_of_the_weights_themselves(spelling: str, dim: int | None) -> None:
-    """Whatever the lengths of their directions: noise that cancels changes no output."""
+    """Regardless of the lengths of their directions; noise that cancels changes no output."""
     norm, _ = SPELLINGS[spelling]
     small, wide = (
         nn.Sequential(norm(nn.Linear(5, n), dim=dim), nn.ReLU(), norm(nn.Linear(n, 3), dim=dim)).double()
@@ -210,7 +203,7 @@ def test_copies_of_growers_and_averages_grow_as_the_network_does(spelling: str) 
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     grower.follow(optimizer)
     for _ in range(2):
-        train(network, optimizer)
+        train(network, optimizer, X, steps=3)
         average.update_parameters(network)
     network(X).sum().backward()
     twin, before = copy.deepcopy(grower), average(X).detach()
@@ -230,7 +223,7 @@ def test_a_frozen_length_or_direction_keeps_the_width() -> None:
 
 
 def residual(norm: Callable[..., nn.Module], dim: int | None) -> nn.Module:
-    """A block of vocoders: its branch ends in a weight-normalised layer."""
+    """A residual block of a vocoder, whose branch ends in a weight-normalised layer."""
     one, two = (norm(nn.Conv1d(8, 8, 3, padding=1), dim=dim) for _ in range(2))
     return Around(lambda net, x: x + net.two(F.leaky_relu(net.one(F.leaky_relu(x)))), one=one, two=two)
 
@@ -246,18 +239,18 @@ def test_blocks_are_inserted_exactly_and_learn(spelling: str, dim: int | None, s
     grower = Grower(network, X, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0}, parts=[Depth(start=start)])
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     grower.follow(optimizer)
-    train(network, optimizer)
+    train(network, optimizer, X, steps=3)
     before = network(X).detach()
     (event,) = grower.step(1)
     assert [each["block"] for each in event.notes["inserted"]] == ["2", "3"]
     torch.testing.assert_close(network(X) * grower.state.output_factor, before, rtol=1e-12, atol=1e-12)
     starts = {name: p.clone() for name, p in network.named_parameters()}
-    train(network, optimizer)
+    train(network, optimizer, X, steps=3)
     assert all(bool(p.isfinite().all()) and not torch.equal(p, starts[name]) for name, p in network.named_parameters())
 
 
 def mlp8(method: GrowthMethod) -> Growing:
-    """Eight hidden layers from a quarter of their widths on."""
+    """Eight hidden layers at a quarter of their widths."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = MLP(192, [24] * 8, 5).double()
@@ -274,7 +267,7 @@ def images(seed: int) -> Tensor:
 def test_weights_of_a_wide_resnet_end_at_the_variance_of_their_fan_in(
     batch_norm: bool, rescale_layers_without_batch_norm: bool
 ) -> None:
-    """A stream takes the scale of those whose fan-in grows, not that of its first producer, the stem."""
+    """A stream takes the scale of the layers whose fan-in grows, not of its first producer, the stem."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = WideResNet(1, 4, 3, 10, batch_norm=batch_norm)
@@ -295,7 +288,7 @@ def test_the_stream_of_a_wide_resnet_takes_the_scale_of_growing_layers(layer_mul
     run = Growing(WideResNet(1, 1, 3, 5).double(), images(0), method, 0.25, seed=3)
     rescaled = run.grow(0.5).report["rescaled"]
     assert rescaled["blocks.0.conv2.weight"] == pytest.approx(sqrt(0.5))
-    # The stem makes up for it, or goes along.
+    # A multiplier compensates the stem, or its weight is rescaled too.
     assert rescaled.get("conv1.weight", 1.0) == pytest.approx(1.0 if layer_multipliers else sqrt(0.5))
 
 
@@ -318,9 +311,7 @@ def test_steps_of_sgd_move_products_as_if_there_were_no_multipliers(momentum: fl
     for one in (network.train(), folded.train()):
         optimizer = torch.optim.SGD(one.parameters(), 0.1, momentum=momentum, weight_decay=1e-2)
         for seed in (11, 12, 13):
-            optimizer.zero_grad()
-            F.cross_entropy(one(images(seed)), torch.arange(4)).backward()
-            optimizer.step()
+            train(one, optimizer, images(seed), torch.arange(4))
     fold_multipliers(network)
     for one, other in zip(network.parameters(), folded.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
@@ -356,7 +347,7 @@ def test_a_compiled_module_inside_grows_and_is_finished(beside: str, backend: st
 
     torch.manual_seed(0)
     torch._dynamo.reset()
-    # The compiler gives an empty graph up, and from then on runs what a layer is compiled to under our mode.
+    # The compiler gives up on an empty graph, and then runs compiled layers under growlab's torch function mode.
     norm = {"nothing": nn.Identity(), "norm": nn.LayerNorm(16), "nothing compiled": nn.Identity()}[beside]
     norm = norm if beside == "nothing" else compiled(norm)
     network = nn.Sequential(nn.Linear(6, 16), compiled(nn.Linear(16, 16)), nn.ReLU(), norm, nn.Linear(16, 3)).double()
@@ -378,7 +369,7 @@ def test_a_compiled_module_inside_grows_and_is_finished(beside: str, backend: st
 
 
 def test_layers_with_other_hooks_are_multiplied_just_as_plain_ones() -> None:
-    """Hooks find the weight itself; after an error it is there again."""
+    """Hooks see the parameter itself, which is restored after an error."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
     x = torch.randn(4, 6).double()

@@ -32,7 +32,7 @@ CHANNELS = 6
 
 
 def weighted(norm: nn.Module, weights: list[float], groups: int = 1) -> nn.Sequential:
-    """A normalisation alone, with weights of its channels."""
+    """A single normalisation with weighted channels."""
     axis = Axis((Part("x", outer=groups),), "out")
     names = {name: f"0.{name}" for name, _ in norm.named_parameters()}
     record = ChannelNorm("0", axis, names.get("weight"), names.get("bias"))
@@ -115,12 +115,12 @@ def test_gradients_reach_new_channels_as_well_as_old_ones() -> None:
 
 
 def normed(method: GrowthMethod, part: float = 0.3) -> Growing:
-    """The networks' row of every kind of normalisation."""
+    """A growing network with every kind of normalisation."""
     return planted("channel norms", method, part)
 
 
 def grown(part: float = 0.8) -> tuple[Growing, GrowthEvent]:
-    """The same after an event that weighs them."""
+    """The same network after an event that weights its channels."""
     run = normed(PairGrowth())
     return run, run.grow(part)
 
@@ -139,14 +139,14 @@ def test_a_network_goes_from_weighted_to_plain_without_a_jump() -> None:
     assert gaps[0] > 1e-2
     assert gaps[-1] == 0
     assert run.state.norm_weights == {} and run.state.norm_progress == 0.0
-    # Nothing of it is left: an ordinary network.
+    # No hook and no attribute is left.
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.network.modules())
     assert vars(run.network.rms).keys() == vars(nn.RMSNorm(2)).keys()
 
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), Net2Net()], ids=lambda m: m.name)
 def test_new_channels_of_a_deep_gated_network_stay_as_large_as_old_ones(method: GrowthMethod) -> None:
-    """Blocks are half of a Transformer as it is today: RMSNorm and a gated MLP beside a residual stream."""
+    """Blocks are those of a current Transformer without attention: RMSNorm and a gated MLP on a residual stream."""
 
     def gated(net: Around, x: Tensor) -> Tensor:
         normed = net.norm(x)
@@ -199,7 +199,7 @@ def test_norms_that_are_not_annealed_cannot_be_finished_or_loaded(progress: floa
     torch.testing.assert_close(run.outputs(), before, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*norm1\.unfinished_growth_channel_weights"):
         NETWORKS["transformer"].make().load_state_dict(network.state_dict())
-    # Its average may lag behind.
+    # An average may not be annealed yet.
     anneal_norms(network, run.graph, run.state, 1.0)
     with pytest.raises(UserError, match="norm1 and 1 more"):
         finish(network, *known, [average])
@@ -207,7 +207,7 @@ def test_norms_that_are_not_annealed_cannot_be_finished_or_loaded(progress: floa
 
 
 def growing(name: str, method: GrowthMethod, part: float = 0.7) -> Growing:
-    """A network after an event, with whatever is not finished."""
+    """A network after an event, with multipliers or partly annealed norms."""
     run = planted(name, method, 0.4)
     run.grow(part)
     anneal_norms(run.network, run.graph, run.state, 0.4)
@@ -220,7 +220,7 @@ def growing(name: str, method: GrowthMethod, part: float = 0.7) -> Growing:
     [("channel norms", PairGrowth()), *((name, VarianceTransfer()) for name in ("mlp", "transformer", "attention"))],
 )
 def test_copies_states_and_tensors_bring_weights_and_multipliers(name: str, method: GrowthMethod) -> None:
-    """As a resumed run does: shapes, then tensors, then what the state says beyond them."""
+    """Restored as in a resumed run: shapes, then the growth state, then tensors."""
     run = growing(name, method)
     expected, copied, tensors = run.outputs(), copy.deepcopy(run.network), run.network.state_dict()
     state = GrowthState.from_dict(run.state.as_dict())
@@ -231,7 +231,7 @@ def test_copies_states_and_tensors_bring_weights_and_multipliers(name: str, meth
         fresh.load_state_dict(tensors)
     ones = {n: [1.0] * len(rows) for n, rows in state.multipliers.items()}
     restore(fresh, run.graph, replace(state, multipliers=ones, norm_progress=0.1))
-    # They come with the tensors, too.
+    # Tensors bring weights and multipliers too, and replace the wrong ones.
     fresh.load_state_dict(tensors)
     anneal_norms(run.network, run.graph, run.state, 1.0)
     for network in (fresh, copied):
@@ -276,7 +276,7 @@ def test_whole_factors_leave_net2net_plain_normalisations() -> None:
     run, other = normed(Net2Net()), normed(Net2Net())
     event = run.grow({name: 2 * width for name, width in run.state.widths.items()})
     assert event.weighted_norms == [] and event.parity_error_train < 1e-13
-    # Concatenated streams that grow by different factors are weighted all the same.
+    # Concatenated streams that grow by different factors are still weighted.
     event = other.grow({"hidden": 2 * other.state.widths["hidden"]})
     assert event.weighted_norms == ["rms"] and event.parity_error_train < 1e-13
 
@@ -290,7 +290,7 @@ def test_an_error_inside_leaves_no_weights_behind() -> None:
     assert run.outputs().isfinite().all()
 
 
-def test_progress_takes_the_straight_way() -> None:
+def test_annealing_is_linear() -> None:
     assert annealed({"x": [0.5, 0.0, 1.0]}, 0.5) == {"x": [0.75, 0.5, 1.0]}
     assert annealed({"x": [0.5]}, 1.0) == {}
 
@@ -318,7 +318,7 @@ def by_functions_positions(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def of_samples_too(norm: nn.Module, x: Tensor) -> Tensor:
-    """Deviations of each channel over the samples and of all entries, which stay as they are."""
+    """Normalise over channels, then by deviations over samples and entries, which stay plain."""
     x = x / (x.std(-1, keepdim=True) + 1e-6)
     return x / (1 + x.std(0) + x.var(axis=0, unbiased=False))
 
@@ -375,7 +375,7 @@ def test_a_scale_behind_a_euclidean_norm_follows_the_channels_or_stays(by_shape:
     assert norm.summed and norm.counted is by_shape
     event = run.grow()
     assert event.weighted_norms == ["1"] and event.parity_error_eval < 1e-14
-    # Half of the way: new channels count half; where the scale follows, as many count as there are.
+    # Halfway, new channels count half; a scale that follows the shape counts the same number of channels.
     anneal_norms(network, run.graph, run.state, 0.5)
     weights = torch.tensor([1.0] * 2 + [0.5] * 6, dtype=torch.float64)
     y = torch.randn(4, 8, dtype=torch.float64)

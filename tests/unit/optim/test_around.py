@@ -1,4 +1,4 @@
-"""Optimizers around others, with lists of their own, with entries for all and state in containers, through growth."""
+"""Wrapped optimizers, and optimizers with parameter lists, global state entries or nested state, through growth."""
 
 import io
 import logging
@@ -13,18 +13,18 @@ from torch import nn
 from growlab import Grower, Net2Net, PairGrowth, UserError, VarianceTransfer
 from growlab.optim.followers import order_parameters, remove_parameters
 from growlab.parts import Part
+from tests.cases import train as take_step
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    # The last bias has as many numbers as there are parameters before it.
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
 
 
 def train(make: Callable[[Any], Any], state: Any = "auto", method: Any = None) -> tuple[nn.Sequential, Any, Grower]:
-    """Two events in 24 steps of one optimizer or several."""
+    """Train through two events, for 24 steps of one optimizer or several."""
     model = network()
     grower = Grower(model, X, method=method or PairGrowth(), trigger={0: 0.5, 1: 0.75, 2: 1.0})
     optimizer = make(model.parameters())
@@ -49,7 +49,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 class Slow:
-    """Slow weights around another optimizer, in a class that is none."""
+    """Slow weights (Lookahead) around another optimizer, in a class that is not an Optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any] = lambda one: one) -> None:
         self.state: dict[Any, Any] = {}
@@ -61,8 +61,8 @@ class Slow:
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        held = getattr(self, self.name)
-        for one in held.values() if isinstance(held, dict) else held if isinstance(held, list) else [held]:
+        inner = getattr(self, self.name)
+        for one in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else [inner]:
             one.step()
         self.count += 1
         for p in self.param_groups[0]["params"]:
@@ -72,7 +72,7 @@ class Slow:
 
 
 class SlowOptimizer(Slow, torch.optim.Optimizer):
-    """The same as an optimizer, made as one."""
+    """Slow weights as an Optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any] = lambda one: one) -> None:
         torch.optim.Optimizer.__init__(self, inner.param_groups, {})
@@ -80,7 +80,7 @@ class SlowOptimizer(Slow, torch.optim.Optimizer):
 
 
 class Unmade(Slow, torch.optim.Optimizer):
-    """The same without torch's constructor."""
+    """Slow weights as an Optimizer whose constructor is not called."""
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_wrappers_state_follows(kind: Any, inherits: Any) -> None:
 
 
 class Shell(torch.optim.Optimizer):
-    """Hands everything on, as accelerate's does; without torch's constructor."""
+    """Forwards everything without calling Optimizer's constructor, like accelerate's wrapper."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.optimizer = inner
@@ -121,7 +121,7 @@ class Shell(torch.optim.Optimizer):
 
 
 class Showing(torch.optim.Optimizer):
-    """Shows the groups and the state of the one inside of it as its own."""
+    """Shares the groups and the state of its inner optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -132,7 +132,7 @@ class Showing(torch.optim.Optimizer):
 
 
 class Sharing(Showing):
-    """Shares state for each parameter only."""
+    """Shares the state of each parameter, but not the dictionary of states."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
@@ -146,7 +146,7 @@ class Sharing(Showing):
 
 
 class Forwarding:
-    """Hands on what it does not have, as Fabric's does."""
+    """Forwards missing attributes, like Fabric's wrapper."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._optimizer = inner
@@ -157,7 +157,7 @@ class Forwarding:
 
 @pytest.mark.parametrize("kind", [Shell, Showing, Sharing, Forwarding])
 def test_a_wrapper_without_state_of_its_own_changes_nothing(kind: Any) -> None:
-    # Without its multiplier the output shrinks, and with it all gradients.
+    # Without an output multiplier the output and all gradients shrink.
     method = VarianceTransfer(output_multiplier=False, rescale_layers_without_batch_norm=True)
     plain, _, grower = train(adam, "inherit", method)
     wrapped, _, other = train(lambda p: kind(adam(p)), "inherit", method)
@@ -167,7 +167,7 @@ def test_a_wrapper_without_state_of_its_own_changes_nothing(kind: Any) -> None:
 
 
 class Together(torch.optim.Optimizer):
-    """Steps several optimizers, whose groups it shows as its own."""
+    """Steps several optimizers and shares their groups."""
 
     def __init__(self, *inner: torch.optim.Optimizer, by_name: bool) -> None:
         super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
@@ -181,16 +181,16 @@ class Together(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_optimizers_in_an_optimizers_list_follow_with_their_state(by_name: bool) -> None:
-    def apart(params: Any) -> tuple[torch.optim.Optimizer, ...]:
+    def separate(params: Any) -> tuple[torch.optim.Optimizer, ...]:
         first, *others = params
         return torch.optim.SGD([first], lr=0.01, momentum=0.9), adam(others)
 
-    (one, *_), (other, *_) = train(lambda p: Together(*apart(p), by_name=by_name), "inherit"), train(apart, "inherit")
-    assert torch.equal(weights(one), weights(other))
+    one, *_ = train(lambda p: Together(*separate(p), by_name=by_name), "inherit")
+    assert torch.equal(weights(one), weights(train(separate, "inherit")[0]))
 
 
 class Entries(torch.optim.Adam):
-    """Counts and tensors of the optimizer as a whole in its state, as SPAM, MADGRAD and TRAC have them."""
+    """Global counts and tensors in the state, as in SPAM, MADGRAD and TRAC."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         self.state["total"] = self.state.get("total", 0) + 1
@@ -207,7 +207,6 @@ def test_entries_of_no_parameter_stay_as_they_are(inherits: Any) -> None:
     assert optimizer.state[0, "k"] == 24
     plain, _, _ = train(adam, inherits)
     assert torch.equal(weights(model), weights(plain))
-    # As with torch alone.
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -232,7 +231,7 @@ class Slotted:
 
 
 class Kept(torch.optim.Optimizer):
-    """A running mean of gradients, kept in one way or another."""
+    """A running mean of gradients, in a container that `begin` creates and `mean` reads."""
 
     def __init__(self, params: Any, begin: Any, mean: Callable[[Any], torch.Tensor], where: str = "") -> None:
         super().__init__(params, {})
@@ -270,7 +269,7 @@ OBJECTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("where", ["attribute", "state"])
 def test_dictionaries_by_parameter_are_carried_as_state_is(where: str) -> None:
-    """A dictionary of its own, or in a named entry of the state."""
+    """The dictionary is an attribute, or a named entry of the state."""
     found, _, _ = train(lambda p: Kept(p, *PLAIN, where), "zero_new")
     expected, _, _ = train(lambda p: Kept(p, *PLAIN), "zero_new")
     assert torch.equal(weights(found), weights(expected))
@@ -287,15 +286,15 @@ def test_tensors_in_containers_move_as_state_does(name: str) -> None:
 def test_state_in_objects_is_reset_with_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         train(lambda p: Kept(p, *OBJECTS[name]))
-    told = [record.getMessage() for record in caplog.records if "is reset at" in record.getMessage()]
-    assert len(told) == 2, "one of each event"
-    assert all("Kept's 'memory' of 0.weight is" in one for one in told)
+    warnings = [record.getMessage() for record in caplog.records if "is reset at" in record.getMessage()]
+    assert len(warnings) == 2, "one of each event"
+    assert all("Kept's 'memory' of 0.weight is" in one for one in warnings)
     with pytest.raises(UserError, match=r"Kept's 'memory' of 0\.weight is .*state='reset'"):
         train(lambda p: Kept(p, *OBJECTS[name]), "inherit")
 
 
 class Own(torch.optim.Optimizer):
-    """Gradient descent on what `hold` picks, of its own list or group, and on nothing else."""
+    """Gradient descent on the container that `hold` makes of the parameters, in an attribute or in the group."""
 
     def __init__(self, params: Any, hold: Callable[[list[nn.Parameter]], Any], in_group: bool = False) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -334,9 +333,7 @@ def test_parameters_in_an_optimizers_own_lists_are_exchanged(hold: str, in_group
     for epoch in range(3):
         grower.step(epoch=epoch)
         before = [p.detach().clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        model(X).square().mean().backward()
-        optimizer.step()
+        take_step(model, optimizer, X)
         for parameter, old in zip(model.parameters(), before, strict=True):
             expected = old - 0.1 * parameter.grad if hold != "list" or parameter.dim() == 2 else old
             torch.testing.assert_close(parameter.detach(), expected)
@@ -390,7 +387,7 @@ def test_new_parameters_raise_an_error_if_an_optimizer_keeps_lists() -> None:
 
 
 class Counting(Part):
-    """Counts the steps that it acts before."""
+    """Counts calls of `before_update`."""
 
     count = 0
 
@@ -401,7 +398,7 @@ class Counting(Part):
 def test_an_optimizer_in_the_memory_of_a_deleted_one_has_hooks_of_its_own() -> None:
     model, part = network(), Counting()
     grower, optimizer = Grower(model, X, parts=[part], verbose=False), torch.optim.SGD(model.parameters(), lr=0.1)
-    # As of a deleted optimizer that was announced.
+    # As left behind by a deleted optimizer with the same id.
     grower.followers._announced.add(id(optimizer))
     grower.follow(optimizer)
     optimizer.step()

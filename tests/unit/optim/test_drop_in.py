@@ -1,4 +1,4 @@
-"""In the place of torch's optimizers: everything that a training loop does to one, against torch's, bit for bit."""
+"""growlab's optimizers as drop-in replacements: equal to torch's, bit for bit, in all that a training loop does."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ def network(dtype=torch.float32):
 
 
 def regions_of(model, num_stages=3):
-    """Regions of its two weights; with one stage they have a single region."""
+    """Regions of the two weights; with one stage, a single region each."""
     conv, linear = model[0].weight, model[4].weight
     rows = torch.arange(6) * num_stages // 6
     columns = (torch.arange(96) // 16) * num_stages // 6
@@ -51,7 +51,7 @@ def backward(model, optimizer, step, scaler=None):
 
 
 def both(twin, loop, groups=lambda model: model.parameters(), dtype=torch.float32, regions=regions_of, **options):
-    """Weights after the same loop with ours, regions of one stage each, and with torch's."""
+    """Weights after the same loop with our optimizer, with single regions, and with torch's."""
     ours, theirs, defaults = TWINS[twin]
     options = {**defaults, **options}
     results = []
@@ -89,7 +89,7 @@ def test_groups_with_settings_of_their_own_and_one_added_later(twin):
 
 @pytest.mark.parametrize("cls", [SGD, Adam, AvaGrad, LARS])
 def test_each_group_has_its_rate_in_regions_too(cls):
-    """Groups apart, or each in an optimizer of its own: the same."""
+    """Two groups of one optimizer train like two optimizers."""
     alone, together = network(), network()
     (conv, linear), settings = regions_of(alone).items(), ({"lr": 0.02}, {"lr": 0.3, "weight_decay": 0.1})
     pairs = [([alone[0].weight], conv, settings[0]), ([alone[4].weight], linear, settings[1])]
@@ -144,7 +144,7 @@ def test_regions_in_half_precision_follow_those_in_single_precision(cls, dtype):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("size", [1e-4, 2000.0])
 def test_norms_in_half_precision_do_not_leave_its_range(size, whole, monkeypatch):
-    """In float16 the square of 256 is infinite and that of 1e-4 zero: rates were NaN, 0 or 1."""
+    """In float16 the square of 256 is infinite and that of 1e-4 is zero, which would make rates NaN, 0 or 1."""
     if whole:
         monkeypatch.setattr("growlab.optim.regional._MAX_RUNS", 0)
     weight = nn.Parameter((size * torch.randn(8, 6, generator=torch.Generator().manual_seed(0))).half())
@@ -192,7 +192,7 @@ def test_complex_empty_and_unused_parameters(twin):
             optimizer.set_regions(both_empty)
         for step in range(4):
             for i, p in enumerate(params):
-                # The fourth is never used, the third not at first.
+                # The fourth is never used, the third only later.
                 used = i != 3 and (i != 2 or step > 1)
                 p.grad = torch.randn(p.shape, generator=source, dtype=p.dtype) if used else None
             optimizer.step()
@@ -261,8 +261,8 @@ def test_gradient_scaler(twin, fused):
 
 
 @BOTH
-def test_storage_and_dtype_that_change_under_way(twin):
-    """load_state_dict, p.data = ..., and the whole module to another dtype."""
+def test_storage_and_dtype_that_change_between_steps(twin):
+    """Use load_state_dict, p.data = ..., and convert the module to another dtype."""
 
     def loop(model, optimizer):
         saved = copy.deepcopy(model.state_dict())

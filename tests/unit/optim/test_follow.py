@@ -26,7 +26,7 @@ from growlab.optim import (
 )
 from growlab.optim.followers import replace_parameters
 from growlab.widths import Carry, trace
-from tests.cases import NETWORKS, Around, Growing, graph_of, widths_at
+from tests.cases import NETWORKS, Around, Growing, graph_of, tracked, train, widths_at
 from tests.unit.optim.test_around import SlowOptimizer
 
 # `growlab.widths.resize` is the function.
@@ -45,7 +45,7 @@ GRAPH = trace(network(), torch.randn(2, 3, 4, 4))
 
 
 class Run(Growing):
-    """A training loop of one's own."""
+    """A plain training loop."""
 
     def __init__(self, make, method, inheritance="auto", regional=True):
         super().__init__(network(), torch.randn(4, 3, 4, 4), method, graph=GRAPH, rough=False)
@@ -86,10 +86,9 @@ class Run(Growing):
 def test_defaults_are_the_papers():
     weight = [nn.Parameter(torch.zeros(2, 2))]
     assert default_inheritance(SGD(weight)) == default_inheritance(torch.optim.SGD(weight)) == "reset"
-    turned = Carry(bases={"hidden.0": torch.eye(3)})
-    assert (
-        default_inheritance(SGD(weight), turned) == "inherit" and default_inheritance(SGD(weight), Carry()) == "reset"
-    )
+    rotated = Carry(bases={"hidden.0": torch.eye(3)})
+    assert default_inheritance(SGD(weight), rotated) == "inherit"
+    assert default_inheritance(SGD(weight), Carry()) == "reset"
     assert default_inheritance(Adam(weight)) == default_inheritance(torch.optim.RMSprop(weight)) == "inherit"
 
 
@@ -109,9 +108,8 @@ def test_parameters_are_tracked_once_and_state_follows_as_asked(inheritance):
     old = {key: run.state_of(name)[key].clone() for key in ("exp_avg", "exp_avg_sq")}
     event = run.grow()
     assert run.optimizer.param_groups is groups
-    tracked = [id(p) for group in groups for p in group["params"]]
-    assert tracked == [id(p) for p in run.network.parameters()]
-    assert {id(p) for p in run.optimizer.state} == (set() if inheritance == "reset" else set(tracked))
+    assert tracked(run.optimizer) == [id(p) for p in run.network.parameters()]
+    assert set(run.optimizer.state) == (set() if inheritance == "reset" else set(run.network.parameters()))
     if inheritance != "reset":
         new = run.state_of(name)
         assert new["step"] == 3
@@ -120,8 +118,8 @@ def test_parameters_are_tracked_once_and_state_follows_as_asked(inheritance):
             if inheritance == "inherit":
                 assert torch.equal(new[key], carried) and (new[key] != 0).float().mean() > 0.4
             else:
-                kept, was = (state[state != 0].sort().values for state in (new[key], old[key]))
-                assert torch.equal(kept, was)
+                nonzero_after, nonzero_before = (state[state != 0].sort().values for state in (new[key], old[key]))
+                assert torch.equal(nonzero_after, nonzero_before)
     before = [p.detach().clone() for p in run.network.parameters()]
     run.steps(1)
     assert all(not torch.equal(a, b) for a, b in zip(before, run.network.parameters(), strict=True))
@@ -136,8 +134,8 @@ def test_ages_start_at_birth_for_zeros_and_are_inherited_with_copies():
             assert run.optimizer.region_ages(dict(run.network.named_parameters())[name]).tolist() == ages
 
 
-class Unheard(torch.optim.Optimizer):
-    """Sign descent with state under names that growlab has never heard of."""
+class Unknown(torch.optim.Optimizer):
+    """Sign descent with state under names that growlab does not know."""
 
     def __init__(self, params, lr=0.01):
         super().__init__(params, {"lr": lr})
@@ -191,38 +189,26 @@ def slow(inner):
 )
 def test_stored_weights_of_an_optimizer_keep_their_function(make, key, method):
     torch.manual_seed(0)
-    x, y = torch.randn(16, 5, dtype=torch.float64), torch.randn(16, 2, dtype=torch.float64)
+    x = torch.randn(16, 5, dtype=torch.float64)
     network = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2)).double()
     grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
     optimizer = make(network.parameters())
     grower.follow(optimizer)
 
-    def steps(number):
-        for _ in range(number):
-            optimizer.zero_grad()
-            ((network(x) - y) ** 2).mean().backward()
-            optimizer.step()
+    def stored_output():
+        stored = {name: optimizer.state[p][key] for name, p in network.named_parameters()}
+        return torch.func.functional_call(network, stored, x).detach()
 
-    def kept():
-        with torch.no_grad():
-            now = [p.clone() for p in network.parameters()]
-            for p in network.parameters():
-                p.copy_(optimizer.state[p][key])
-            output = network(x)
-            for p, own in zip(network.parameters(), now, strict=True):
-                p.copy_(own)
-        return output
-
-    # Slow weights are taken up in every fourth.
-    steps(22)
-    trained, average = network(x).detach(), kept()
+    # Slow weights are copied into the network after every fourth step.
+    train(network, optimizer, x, steps=22)
+    trained, average = network(x).detach(), stored_output()
     assert not torch.allclose(trained, average, rtol=1e-6)
     grower.step(epoch=1)
     assert torch.allclose(network(x), trained, rtol=1e-9, atol=1e-12)
-    assert torch.allclose(kept(), average, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(stored_output(), average, rtol=1e-9, atol=1e-12)
     for p in network.parameters():
         assert optimizer.state[p][key].shape == p.shape
-    steps(5)
+    train(network, optimizer, x, steps=5)
     assert all(torch.isfinite(p).all() for p in network.parameters())
 
 
@@ -245,15 +231,15 @@ def test_stored_weights_of_an_optimizer_keep_their_function(make, key, method):
     ],
 )
 def test_state_follows_a_scaled_gradient(make):
-    """The optimizer that has seen g and is told of a factor against one that has seen factor * g all along."""
+    """State carried by a factor after gradients g equals the state after gradients factor * g."""
     factor, found = 4.0, []
-    for seen in (1.0, factor):
+    for scale in (1.0, factor):
         weight = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
         optimizer, source = make([weight]), torch.Generator().manual_seed(0)
         for _ in range(4):
-            weight.grad = seen * torch.randn(3, 2, generator=source, dtype=torch.float64)
+            weight.grad = scale * torch.randn(3, 2, generator=source, dtype=torch.float64)
             optimizer.step()
-        follow(optimizer, {}, graph_of("mlp"), {}, {}, "inherit", Carry(every=factor / seen))
+        follow(optimizer, {}, graph_of("mlp"), {}, {}, "inherit", Carry(every=factor / scale))
         found.append((optimizer.state[weight], running_gradients(optimizer).get(weight)))
     (followed, mean), (expected, other) = found
     for key, value in expected.items():
@@ -263,7 +249,7 @@ def test_state_follows_a_scaled_gradient(make):
 
 
 def test_state_of_unknown_meaning_keeps_old_entries_as_they_are():
-    run = Run(Unheard, Net2Net(), "inherit").steps(3)
+    run = Run(Unknown, Net2Net(), "inherit").steps(3)
     old = run.state_of("6.weight")["wobble"].clone()
     run.grow()
     new = run.state_of("6.weight")["wobble"]
@@ -273,7 +259,7 @@ def test_state_of_unknown_meaning_keeps_old_entries_as_they_are():
 
 def test_a_scaled_gradient_leaves_numbers_and_state_of_unknown_meaning_alone():
     weight = nn.Parameter(torch.ones(3, 2))
-    optimizer = Unheard([weight])
+    optimizer = Unknown([weight])
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     before = {**optimizer.state[weight], "wobble": optimizer.state[weight]["wobble"].clone()}
@@ -287,7 +273,7 @@ def test_a_scaled_gradient_leaves_numbers_and_state_of_unknown_meaning_alone():
 def test_state_that_fits_stays_with_a_replaced_parameter(rows):
     old, other = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(4))
     new = nn.Parameter(torch.zeros(rows, 2))
-    optimizer = Unheard([old, other])
+    optimizer = Unknown([old, other])
     for parameter in (old, other):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -306,7 +292,7 @@ def test_follow_rejects_unknown_inheritance():
 
 
 def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_weights():
-    """A first step of Adam is lr long where bias correction has the entries' own age, at a great one 3.2 lr."""
+    """A first step of Adam has length lr if bias correction uses the entries' own age, and 3.2 lr at a great age."""
     torch.manual_seed(0)
     made = Around(
         lambda net, x: net.head(torch.relu(net.hidden(torch.tanh(net.words(x) + net.positions) + net.shift)).mean(1)),
@@ -321,9 +307,7 @@ def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_wei
     def step():
         regions = weight_regions(run.graph, run.state.births)
         optimizer.set_regions({p: regions[n] for n, p in made.named_parameters() if n in regions})
-        optimizer.zero_grad()
-        F.cross_entropy(made(x), y).backward()
-        optimizer.step()
+        train(made, optimizer, x, y)
 
     for _ in range(20):
         step()
@@ -342,7 +326,7 @@ def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_wei
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_tensor_that_grows_has_regions(name):
-    """Stage of each element: the latest of its channels'."""
+    """The stage of an element is the latest of its channels' stages."""
     graph, seed = graph_of(name), widths_at(graph_of(name), 0.4)
     births = {
         group: [0] * seed[group] + [1 + c % 2 for c in range(found.full_width - seed[group])]
@@ -365,7 +349,7 @@ def test_every_tensor_that_grows_has_regions(name):
 
 
 class TestForgotten:
-    """An optimizer that goes on with parameters that are no longer in the network."""
+    """An optimizer that steps parameters which are no longer in the network."""
 
     def run(self, make, regional: bool = False) -> Run:
         run = Run(make, PairGrowth(), regional=regional).steps(1)
@@ -374,7 +358,7 @@ class TestForgotten:
 
     @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, SGD, Muon], ids=lambda o: o.__module__)
     def test_follow(self, make, monkeypatch):
-        # Networks of other tests may wait for an optimizer yet.
+        # Networks of other tests may still wait for an optimizer.
         monkeypatch.setattr(replacing, "_awaited", {})
         replacing._stop_listening()
         run = self.run(lambda p: make(p, lr=0.1))
@@ -386,7 +370,7 @@ class TestForgotten:
         run.follow(run.event)
         assert replacing._hook is not None
         run.steps(1)
-        assert replacing._hook is None  # Steps cost what they did.
+        assert replacing._hook is None  # Steps cost no more than before.
 
     def test_follow_of_one_optimizer_in_two(self):
         run = self.run(lambda p: torch.optim.SGD(list(p)[:2], lr=0.1))
@@ -414,7 +398,7 @@ class TestForgotten:
         gc.collect()
         assert replacing._awaited == replacing._replaced == {}
 
-    def test_plant(self):
+    def test_make_seed(self):
         made = network()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         make_seed(made, GRAPH, PairGrowth(), widths_at(GRAPH, 0.5), seed=0)
@@ -446,7 +430,7 @@ def test_gradients_that_a_cuda_graph_has_overwritten_are_gone_after_an_event() -
     grower.step(epoch=0)
     net(x).sum().backward()
     lost, kept = net[0].weight.grad, net[4].weight.grad.clone()
-    # What torch does to the outputs of a graph when it runs once more.
+    # torch does this to the outputs of a CUDA graph when the graph runs again.
     torch._C._set_storage_access_error_msg(lost, "accessing tensor output of CUDAGraphs that has been overwritten")
     grower.step(epoch=1)
     assert net[0].weight.grad is None

@@ -1,4 +1,4 @@
-"""Optimizers of another library through growth: state like the parameter is carried, other state is refused."""
+"""Optimizers of pytorch_optimizer through growth: state of the parameter's shape is carried, other state is reset."""
 
 import logging
 
@@ -12,7 +12,7 @@ from growlab.growth import Net2Net, PairGrowth
 from tests.unit.optim.test_follow import Run
 
 theirs = pytest.importorskip("pytorch_optimizer")
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised inside the other library
 
 
 def network():
@@ -26,7 +26,7 @@ def network():
      ("Adan", "previous_grad", 1), ("Yogi", "exp_avg_sq", 2), ("MARS", "last_grad", 1)],
 )  # fmt: skip
 def test_replication_carries_moments_by_their_power_of_the_gradient(name, key, power):
-    """Net2Net's copies share a unit's gradient, so what is like a gradient and like its square must scale apart."""
+    """Net2Net's copies divide a unit's gradient, so first and second moments scale by different powers."""
     run = Run(lambda p: getattr(theirs, name)(p, lr=1e-2), Net2Net(), "inherit").steps(4)
     old = run.state_of("4.weight")[key].clone()
     event = run.grow()
@@ -62,7 +62,7 @@ ALL = {
 
 
 def _flat(value, path=()):
-    """State of a parameter, by its path through dictionaries and lists."""
+    """Flatten nested state: path through dictionaries and lists -> value."""
     if isinstance(value, dict):
         return {k: v for key, one in value.items() for k, v in _flat(one, (*path, key)).items()}
     if isinstance(value, (list, tuple)):
@@ -70,16 +70,16 @@ def _flat(value, path=()):
     return {path: value.clone() if torch.is_tensor(value) else value}
 
 
-def _kept(optimizer, network):
-    """By the optimizer's class, the parameter's name and the path, what it and those inside of it keep."""
-    kept, of = {}, {id(p): name for name, p in network.named_parameters()}
-    around = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
-    for one in (optimizer, *around):
+def _state(optimizer, network):
+    """State of the optimizer and its inner ones: (class, parameter name, *path) -> value."""
+    found, names = {}, {id(p): name for name, p in network.named_parameters()}
+    inner = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    for one in (optimizer, *inner):
         state = {**one.state, **one.state.get("trac", {})}
         for param, values in state.items():
-            where = (type(one).__name__, of.get(id(param), param))
-            kept |= {(*where, *path): value for path, value in _flat(values).items()}
-    return {key: value for key, value in kept.items() if key[1] != "trac"}
+            where = (type(one).__name__, names.get(id(param), param))
+            found |= {(*where, *path): value for path, value in _flat(values).items()}
+    return {key: value for key, value in found.items() if key[1] != "trac"}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -97,14 +97,14 @@ def test_two_events_lose_no_state_without_a_warning_and_end_no_training(name, ca
         return loss
 
     for epoch in range(3):
-        old, sizes = _kept(optimizer, model), {n: p.shape for n, p in model.named_parameters()}
+        old, sizes = _state(optimizer, model), {n: p.shape for n, p in model.named_parameters()}
         caplog.clear()
         with caplog.at_level(logging.WARNING, "growlab"):
             grower.step(epoch=epoch)
-        told = [one.getMessage() for one in caplog.records if "is reset at" in one.getMessage()]
-        new, now = _kept(optimizer, model), {n: p.shape for n, p in model.named_parameters()}
+        warnings = [one.getMessage() for one in caplog.records if "is reset at" in one.getMessage()]
+        new, now = _state(optimizer, model), {n: p.shape for n, p in model.named_parameters()}
         lost = {key[0] for key in old if key not in new}
-        assert len(told) == len(lost) and all(any(kind in one for kind in lost) for one in told), told
+        assert len(warnings) == len(lost) and all(any(kind in one for kind in lost) for one in warnings), warnings
         for key, value in new.items():
             _compare(old[key], value, sizes.get(key[1]), now.get(key[1]), key)
         if hasattr(optimizer, "train"):
@@ -116,13 +116,14 @@ def test_two_events_lose_no_state_without_a_warning_and_end_no_training(name, ca
     assert len(grower.events) == 2
 
 
-def _compare(old, new, before, after, key):
+def _compare(old, new, shape_before, shape_after, key):
+    """Check that state of the parameter's shape keeps its old entries, and other state stays as it is."""
     if not torch.is_tensor(old):
         assert isinstance(old, torch.Size) or repr(old) == repr(new), key
-    elif old.shape != before:
+    elif old.shape != shape_before:
         assert torch.equal(old, new), key
     else:
-        assert new.shape == after, key
-        there = new[tuple(slice(size) for size in before)]
-        torch.testing.assert_close(there, old, rtol=1e-5, atol=1e-7, msg=str(key))
+        assert new.shape == shape_after, key
+        old_entries = new[tuple(slice(size) for size in shape_before)]
+        torch.testing.assert_close(old_entries, old, rtol=1e-5, atol=1e-7, msg=str(key))
         assert old.dtype == new.dtype

@@ -1,4 +1,4 @@
-"""Steps with a rate per region on a GPU: torch's operations, the numbers of the CPU, and no waiting."""
+"""Steps with a rate per region on a GPU: the same numbers as on the CPU, without synchronisation."""
 
 import contextlib
 import warnings
@@ -12,11 +12,11 @@ from tests.unit.optim.test_regional_steps import SETTINGS, start
 
 
 @contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raise if the CPU waits for the GPU."""
+def no_synchronisation() -> Iterator[None]:
+    """Raise an error if the CPU waits for the GPU."""
     try:
         with warnings.catch_warnings():
-            # A prototype, says torch.
+            # torch warns that this mode is a prototype.
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         yield
@@ -37,8 +37,8 @@ def test_a_gpu_takes_the_steps_of_a_cpu(setting):
         for number in range(4):
             for param in moved:
                 param.grad = torch.full_like(param, 0.1 * number - 0.1)
-            # The first step looks at the largest factor and fills caches.
-            with no_waiting() if device == "cuda" and number > 1 else contextlib.nullcontext():
+            # The first steps check the largest factor and fill caches.
+            with no_synchronisation() if device == "cuda" and number > 1 else contextlib.nullcontext():
                 optimizer.step()
         ways.append(([torch.nn.Parameter(param.detach().cpu()) for param in moved], optimizer))
     (ours, _), (theirs, _) = ways

@@ -11,7 +11,7 @@ from torch import nn
 from growlab.base.errors import UserError
 from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions, exempt_from_decay
 from growlab.optim.regional import BLOCK_ELEMENTS
-from tests.cases import Around
+from tests.cases import Around, tracked
 
 SHAPES = {"linear": (7, 5), "conv": (6, 4, 3, 3), "bias": (7,)}
 BIRTHS = {"linear": ([0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2]), "conv": ([0, 1, 0, 1, 2, 2], [0, 0, 1, 1])}
@@ -19,7 +19,7 @@ FULL = {**BIRTHS, "bias": ([0], [0, 0, 0, 1, 1, 2, 2])}
 
 
 class AllOnes:
-    """A rule that the optimizer cannot know to be idle."""
+    """Factors of 1 from a rule of which the optimizer does not know that it changes nothing."""
 
     def factors(self, norms_K):
         return torch.ones_like(norms_K)
@@ -106,7 +106,7 @@ def test_factors_of_one_are_torch_bit_for_bit(setting, dtype, channels_last):
     options, how = {"lr": 0.03, **options}, {"dtype": dtype, "channels_last": channels_last}
     reference, _ = run(lambda p: theirs(p, **options), **how)
     rules = [(None, None), (NormRatio(), one_region())]
-    # Fused kernels round differently at the end of a tensor, and pieces end elsewhere.
+    # Fused kernels round differently at the end of a tensor, and regions end elsewhere.
     if ours is SGD and "fused" not in options:
         rules.append((AllOnes(), regions()))
     for rule, births in rules:
@@ -114,7 +114,7 @@ def test_factors_of_one_are_torch_bit_for_bit(setting, dtype, channels_last):
 
 
 def ratio_factors(weight, stage):
-    """||W_k|| / ||W_0|| at every element, one element at a time."""
+    """||W_k|| / ||W_0|| for every element."""
     factors = torch.ones_like(weight)
     for k in stage.unique():
         factors[stage == k] = weight[stage == k].norm() / weight[stage == 0].norm()
@@ -122,7 +122,7 @@ def ratio_factors(weight, stage):
 
 
 def adam_reference(name, decoupled, decay=0.1, newborn_at=3, steps=6, eps=1e-4):
-    """A parameter under Adam whose stage 2 is born after `newborn_at` steps, element by element ages."""
+    """A parameter trained by Adam with an age per element; stage 2 is born after `newborn_at` steps."""
     w = parameters()[name].detach().clone()
     m, v, newborn = torch.zeros_like(w), torch.zeros_like(w), stages(name, FULL) == 2
     for step in range(steps):
@@ -144,10 +144,10 @@ def adam_reference(name, decoupled, decay=0.1, newborn_at=3, steps=6, eps=1e-4):
 @pytest.mark.parametrize("make, decoupled", [(Adam, False), (AdamW, True)])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_adam_corrects_bias_at_each_regions_age(make, decoupled, channels_last):
-    """Stage 2 is announced after three steps, with empty moments, as after growth with zeros at new entries."""
+    """Stage 2 is added after three steps with moments of zero, as after growth."""
     young = {name: ([min(1, r) for r in rows], [min(1, c) for c in columns]) for name, (rows, columns) in FULL.items()}
 
-    def announce(step, optimizer, params):
+    def set_regions(step, optimizer, params):
         if step == 0:
             optimizer.set_regions({params[name]: r for name, r in regions(young, vector=False).items()})
         if step == 3:
@@ -158,12 +158,12 @@ def test_adam_corrects_bias_at_each_regions_age(make, decoupled, channels_last):
             optimizer.set_regions({params[name]: r for name, r in regions(FULL, vector=False).items()})
             assert optimizer.region_ages(params["linear"]).tolist() == [3, 3, 0]
 
-    # BaseRate: while stage 2 was unknown, its elements would have shared stage 1's norm.
+    # BaseRate, because with NormRatio the elements of stage 2 would first have counted for stage 1's norm.
     mine, optimizer = run(
         lambda p: make(p, 0.02, (0.9, 0.99), 1e-4, 0.1, rule=BaseRate()),
         steps=6,
         channels_last=channels_last,
-        before_step=announce,
+        before_step=set_regions,
     )
     assert optimizer.region_ages(mine["bias"]).tolist() == [6, 6, 3]
     for name in SHAPES:
@@ -259,12 +259,12 @@ def test_factors_scale_the_whole_step_of_their_region(name):
 def test_resumed_copied_and_pickled_equal_uninterrupted_bit_for_bit(name, dtype):
     make, young = MAKERS[name], {n: ([0] * len(r), c) for n, (r, c) in BIRTHS.items()}
 
-    def announce(step, optimizer, params):
+    def set_regions(step, optimizer, params):
         if step == 2:
             optimizer.set_regions({params[n]: r for n, r in regions().items()})
 
-    whole, _ = run(make, regions(young), steps=6, dtype=dtype, before_step=announce)
-    params, optimizer = run(make, regions(young), steps=4, dtype=dtype, before_step=announce)
+    uninterrupted, _ = run(make, regions(young), steps=6, dtype=dtype, before_step=set_regions)
+    params, optimizer = run(make, regions(young), steps=4, dtype=dtype, before_step=set_regions)
     file = io.BytesIO()
     torch.save({"weights": dict(params), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
@@ -279,11 +279,11 @@ def test_resumed_copied_and_pickled_equal_uninterrupted_bit_for_bit(name, dtype)
         for step in (4, 5):
             set_gradients(theirs, step)
             other.step()
-        assert_same(theirs, whole)
+        assert_same(theirs, uninterrupted)
 
 
 def test_norms_are_never_stale():
-    """However weights are written between steps, the next rates are of what they are then."""
+    """Rates use the current weights, however they were written between steps."""
     make = MAKERS["sgd"]
 
     def double(step, optimizer, params):
@@ -340,11 +340,11 @@ def test_large_weights_are_cut_into_blocks_that_fit_in_cache():
 
 
 def test_factors_are_bounded_and_have_no_jump() -> None:
-    """New weights that rest beside zero (GradMax) would not move at a rate in proportion to their norm."""
+    """New weights that are nearly zero (GradMax) would never move at a rate proportional to their norm."""
     rule = NormRatio()
     norms = torch.tensor([[2.0, 2.0**-100, 1.0, 0.0, 20.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     assert rule.factors(norms).tolist() == [[1.0, 1.0, 0.5, 1.0, 10.0], [1.0] * 5]
-    # From 1 at zero down to 0.001, then the ratio itself, then the bound.
+    # The factor falls from 1 at zero to 0.001, then equals the ratio, up to the bound.
     ratios = torch.logspace(-16, 0.99, 2000, dtype=torch.float64)
     factors = rule.factors(torch.stack([torch.ones_like(ratios), ratios], 1))[:, 1]
     usual = ratios >= 1e-3
@@ -355,7 +355,7 @@ def test_factors_are_bounded_and_have_no_jump() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "norms", "held"),
+    ("rule", "norms", "bounded"),
     [
         (NormRatio(), [1e-12, 1.0], [1.0, 10.0]),
         (NormRatio(max_factor=2.0), [0.0, 1.0], [1.0, 2.0]),
@@ -364,10 +364,10 @@ def test_factors_are_bounded_and_have_no_jump() -> None:
     ],
     ids=["tiny", "zero", "matrix", "max_one"],
 )
-def test_a_bound_that_applies_causes_one_warning(rule, norms: list, held: list) -> None:
+def test_a_bound_that_applies_causes_one_warning(rule, norms: list, bounded: list) -> None:
     with pytest.warns(UserWarning, match=rf"{type(rule).__name__} asks for .* max_factor={rule.max_factor:g}:"):
-        assert rule.factors(torch.tensor(norms)).tolist() == held
-    assert rule.factors(torch.tensor(norms)).tolist() == held
+        assert rule.factors(torch.tensor(norms)).tolist() == bounded
+    assert rule.factors(torch.tensor(norms)).tolist() == bounded
 
 
 @pytest.mark.parametrize("rule", [NormRatio(), MaxOne()], ids=lambda rule: type(rule).__name__)
@@ -387,7 +387,7 @@ def scaled(inner: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("cls", [SGD, Adam, AdamW, AvaGrad, LARS, Muon, torch.optim.AdamW])
 def test_weight_decay_spares_single_numbers_and_slopes(cls):
-    """With a gradient of zero only decay moves: weights, biases and gains, but no logarithm, blend or slope."""
+    """With a gradient of zero only decay moves parameters: weights, biases and gains, not single numbers or slopes."""
     torch.manual_seed(0)
     network = nn.Sequential(
         *(nn.Linear(3, 4), nn.LayerNorm(4), scaled(nn.Tanh())), *(nn.Linear(4, 1), scaled(nn.PReLU()), nn.PReLU(1))
@@ -403,8 +403,7 @@ def test_weight_decay_spares_single_numbers_and_slopes(cls):
     optimizer.step()
     kept = {name for name, p in network.named_parameters() if torch.equal(p, before[name])}
     assert kept == {"2.scale", "4.scale", "4.inner.weight", "5.weight"}
-    tracked = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert len(tracked) == len(set(tracked)) == len(before)
+    assert len(tracked(optimizer)) == len(set(tracked(optimizer))) == len(before)
 
 
 def test_exempt_parameters_keep_their_names_and_those_of_another_optimizer_stay_there():

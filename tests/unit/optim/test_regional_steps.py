@@ -1,4 +1,4 @@
-"""Steps with a rate per region, whatever the weights' shapes, layouts and precisions."""
+"""Steps with a rate per region, for weights of all shapes, layouts and precisions."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions
 
-# Shapes of one row, of one column, of short and long runs, of many blocks.
+# One row, one column, short and long runs, many blocks.
 SHAPES = [(7, 5), (6, 4, 3, 3), (1, 3), (9, 1), (33, 17, 1, 1), (40, 70, 3, 3), (150, 1000)]
 SETTINGS = {
     "sgd": (SGD, {}),
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 class Fixed:
-    """Rates that differ and do not depend on norms, whose summation rounds in its own way."""
+    """Different rates that do not depend on norms, because summing norms rounds."""
 
     def factors(self, norms_K):
         return torch.linspace(0.5, 2.0, norms_K.shape[-1]).to(norms_K).expand_as(norms_K)
@@ -38,7 +38,7 @@ def start(dtype, channels_last=False, interleaved=False, offset=0):
     params, regions = [], {}
     for shape in SHAPES:
         size = torch.Size(shape).numel()
-        # An offset makes a weight that begins in the middle of another tensor: unaligned.
+        # With an offset the weight is unaligned, because it begins inside another tensor.
         value = torch.randn(size + offset, generator=source).to(dtype)[offset:].view(shape)
         if channels_last and len(shape) == 4:
             value = value.contiguous(memory_format=torch.channels_last)
@@ -61,7 +61,7 @@ def train(make, dtype=torch.float32, steps=4, **how):
 
 
 def regions_apart(cls, options, lr, dtype, steps=4, **how):
-    """The same training by torch's optimizers, each region a parameter of its own with its own rate."""
+    """The same training by torch's optimizers, with a separate parameter and rate for each region."""
     params, regions = start(dtype, **how)
     masks = [
         (params[i], regions[params[i]].spread(torch.arange(regions[params[i]].num_regions), params[i].dim()))
@@ -110,7 +110,7 @@ def test_a_region_moves_as_torch_moves_it_at_its_own_rate(setting, dtype, channe
 
 @pytest.mark.parametrize("options", [{"weight_decay": 0.1, "dampening": 0.3}, {"maximize": True}])
 def test_fused_steps_are_the_others_up_to_rounding(options):
-    """Also where the parameters have become float64 and their momentum has not."""
+    """Also if the parameters have become float64 but their momentum has not."""
 
     def make(params, fused):
         return SGD(params, lr=0.03, momentum=0.9, rule=Fixed(), fused=fused, **options)
@@ -127,7 +127,7 @@ def test_fused_steps_are_the_others_up_to_rounding(options):
 
 
 def test_a_weight_may_change_its_layout_between_steps():
-    """As `network.to(memory_format=...)` has it."""
+    """As by `network.to(memory_format=...)`."""
     both = []
     for layout in (torch.contiguous_format, torch.channels_last):
         params, optimizer = train(lambda p: SGD(p, 0.03, 0.9, rule=Fixed()))
@@ -163,7 +163,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_off_the_cpu_a_step_has_as_many_operations_for_many_weights_as_for_few(setting, monkeypatch):
     cls, options = SETTINGS[setting]
-    # What a CPU does not cut is updated as everything is on a GPU.
+    # Weights that are not cut into blocks on a CPU take the path of a GPU.
     monkeypatch.setattr("growlab.optim.regional._MAX_RUNS", 0)
     numbers = []
     for copies in (1, 3):
@@ -186,10 +186,10 @@ def test_off_the_cpu_a_step_has_as_many_operations_for_many_weights_as_for_few(s
 def test_norms_left_by_a_step_are_those_of_the_weights():
     params, optimizer = train(lambda p: SGD(p, 0.03, rule=NormRatio()))
     for param in params:
-        left = optimizer._square_sums[param][2]
-        again = optimizer._cut(param).square_sums(param.detach())
-        assert torch.equal(left, again), "a resumed run would take other rates"
-        torch.testing.assert_close(left, optimizer._regions[param].sums(param.detach().square()))
+        kept = optimizer._square_sums[param][2]
+        recomputed = optimizer._cut(param).square_sums(param.detach())
+        assert torch.equal(kept, recomputed), "a resumed run would take other rates"
+        torch.testing.assert_close(kept, optimizer._regions[param].sums(param.detach().square()))
 
 
 def test_autograd_notices_a_step():
@@ -207,7 +207,7 @@ def test_autograd_notices_a_step():
 
 @pytest.mark.parametrize("cls", [SGD, AdamW, AvaGrad, LARS, Muon], ids=lambda cls: cls.__name__)
 def test_columns_over_several_axes_are_those_of_the_flattened_tensor(cls):
-    """[O, I, K, 2] whose second and third axis have grown, against the matrix [O, 2 I K]."""
+    """A weight [O, I, K, 2] whose second and third axes grew, against the matrix [O, 2 I K]."""
     rows, columns = torch.tensor([0, 0, 1, 2]), torch.tensor([[0, 0, 1], [2, 2, 2]]).flatten()
     deep = Regions(rows, columns, (2, 3))
     flat = Regions(rows, columns.repeat_interleave(2))

@@ -11,13 +11,14 @@ from torch import nn
 
 from growlab import Grower, UserError, VarianceTransfer, optim
 from growlab.optim import load_named_state, named_state
-from tests.cases import Around
+from tests.cases import Around, same_parameters
+from tests.cases import train as take_step
 
 NARROW, WIDE = {"a": 8, "b": 4, "d": 8}, {"a": 16, "b": 4, "d": 16}
 
 
 def planted(method: VarianceTransfer, narrow: Mapping[str, int] | None = None) -> tuple[Grower, torch.Tensor]:
-    """A stream that never widens is read by a normalisation, which undoes its new scale, and by a layer that cannot."""
+    """A stream of fixed width, read by a normalisation, which cancels its new scale, and by a layer, which does not."""
     torch.manual_seed(0)
     network = Around(
         lambda net, x: net.e(torch.relu(net.d(net.norm(y := net.b(torch.relu(net.a(x)))) + net.c(y)))),
@@ -30,7 +31,7 @@ def planted(method: VarianceTransfer, narrow: Mapping[str, int] | None = None) -
 
 
 def backward(grower: Grower, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients of a loss of which the output's factor is no part."""
+    """Gradients of a fixed linear function of the output, without the output factor."""
     grower.network.zero_grad()
     (grower.network(x) * torch.linspace(-1.0, 2.0, 96).view(32, 3)).sum().backward()
     return {name: parameter.grad.clone() for name, parameter in grower.network.named_parameters()}
@@ -52,7 +53,7 @@ def test_a_weight_of_the_same_shape_that_is_multiplied_keeps_its_momentum(output
         old = momentum != 0
         assert old.any()
         for kept in (momentum, accumulated[name]):
-            # But for what the normalisation's eps does.
+            # Up to the normalisation's eps.
             assert (kept - now)[old].norm() < 1e-3 * now[old].norm(), name
 
 
@@ -79,12 +80,12 @@ def test_training_continues_after_finish_as_without(make: str) -> None:
     assert grower.state.multipliers
     twin, twins = copy.deepcopy((grower, optimizer))
     for one in (grower, twin):
-        # A gradient that is being accumulated.
+        # Accumulate a gradient before finishing.
         one.network(x).square().mean().backward()
     first, second = grower.finish(), twin.network
     assert not torch.equal(first.get_parameter("c.weight"), second.get_parameter("c.weight"))
     if make == "adam":
-        # It normalises gradients: rows go on with steps of their own length, along the same moments.
+        # Adam normalises gradients, so steps of rescaled rows differ; compare the moments.
         for name, parameter in first.named_parameters():
             other = second.get_parameter(name)
             scale = (parameter / other).detach()
@@ -133,7 +134,7 @@ def test_state_that_cannot_follow_a_weight_of_the_same_shape_raises_an_error_bef
 
 
 def test_accumulated_gradients_of_tensors_that_stay_are_rescaled() -> None:
-    """Logits that shrink for good divide the gradients of layers in front that keep their widths, too."""
+    """Logits that shrink also divide the gradients of earlier layers whose widths stay."""
     grower, x = planted(VarianceTransfer(output_multiplier=False), {**NARROW, "a": 16})
     network = grower.network
     before, first = backward(grower, x), network.a.weight
@@ -169,53 +170,42 @@ def network(seed: int) -> nn.Sequential:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-
-def alike(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+        take_step(model, optimizer, torch.randn(5, 6, generator=torch.Generator().manual_seed(step)))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
-    make, whole = OPTIMIZERS[name], network(0)
-    optimizer = make(whole.parameters())
-    train(whole, optimizer, range(4))
+    make, uninterrupted = OPTIMIZERS[name], network(0)
+    optimizer = make(uninterrupted.parameters())
+    train(uninterrupted, optimizer, range(4))
     file = tmp_path / "start.pt"
-    torch.save({"weights": whole.state_dict(), "optimizer": named_state(optimizer, whole)}, file)
-    train(whole, optimizer, range(4, 9))
-
+    torch.save({"weights": uninterrupted.state_dict(), "optimizer": named_state(optimizer, uninterrupted)}, file)
+    train(uninterrupted, optimizer, range(4, 9))
     saved = torch.load(file, weights_only=True)
-    again = network(1)
-    again.load_state_dict(saved["weights"])
-    other = make(again.parameters())
-    load_named_state(other, again, saved["optimizer"])
-    train(again, other, range(4, 9))
-    assert alike(whole, again)
-    if name != "sgd_plain":
-        anew = network(1)
-        anew.load_state_dict(saved["weights"])
-        train(anew, make(anew.parameters()), range(4, 9))
-        assert not alike(whole, anew)
+    for with_state in (True, False):
+        resumed = network(1)
+        resumed.load_state_dict(saved["weights"])
+        other = make(resumed.parameters())
+        if with_state:
+            load_named_state(other, resumed, saved["optimizer"])
+        train(resumed, other, range(4, 9))
+        assert same_parameters(uninterrupted, resumed) == (with_state or name == "sgd_plain")
 
 
 def test_state_is_found_by_name_in_any_groups_and_order() -> None:
-    whole, again = network(0), network(0)
-    one = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    train(whole, one, range(3))
-    taken = named_state(one, whole)
-    again.load_state_dict(whole.state_dict())
+    model, again = network(0), network(0)
+    one = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, one, range(3))
+    taken = named_state(one, model)
+    again.load_state_dict(model.state_dict())
     vectors, matrices = ([p for p in again.parameters() if p.dim() == dim] for dim in (1, 2))
     other = torch.optim.AdamW([{"params": vectors}, {"params": matrices[::-1], "weight_decay": 0.1}], lr=0.5)
     load_named_state(other, again, taken)
     theirs = dict(again.named_parameters())
-    for key, parameter in whole.named_parameters():
+    for key, parameter in model.named_parameters():
         for entry, value in one.state[parameter].items():
             assert torch.equal(other.state[theirs[key]][entry], value)
-    # Settings stay, and what was taken is nobody's but the taker's.
+    # Settings stay, and training does not change the named state.
     assert [(group["lr"], group["weight_decay"]) for group in other.param_groups] == [(0.5, 0.01), (0.5, 0.1)]
     before = {key: value["exp_avg"].clone() for key, value in taken["state"].items()}
     train(again, other, range(3, 5))
@@ -223,27 +213,27 @@ def test_state_is_found_by_name_in_any_groups_and_order() -> None:
 
 
 def test_state_of_missing_parameters_is_ignored() -> None:
-    whole = network(0)
+    model = network(0)
     stranger = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([*whole.parameters(), stranger], lr=0.01)
+    optimizer = torch.optim.AdamW([*model.parameters(), stranger], lr=0.01)
     stranger.grad = torch.ones(2)
-    train(whole, optimizer, range(1))
-    taken = named_state(optimizer, whole)
-    assert taken["state"].keys() == dict(whole.named_parameters()).keys()
+    train(model, optimizer, range(1))
+    taken = named_state(optimizer, model)
+    assert taken["state"].keys() == dict(model.named_parameters()).keys()
     del taken["state"]["0.weight"]
-    other = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    load_named_state(other, whole, taken)
-    assert whole[0].weight not in other.state and whole[0].bias in other.state
+    other = torch.optim.AdamW(model.parameters(), lr=0.01)
+    load_named_state(other, model, taken)
+    assert model[0].weight not in other.state and model[0].bias in other.state
 
 
 def test_another_optimizer_or_shape_raises_an_error_and_changes_nothing() -> None:
-    whole = network(0)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    train(whole, optimizer, range(2))
-    taken = named_state(optimizer, whole)
-    other = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    model = network(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    taken = named_state(optimizer, model)
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match=r"of torch.optim.adamw.AdamW, not of torch.optim.sgd.SGD"):
-        load_named_state(other, whole, taken)
+        load_named_state(other, model, taken)
     wide = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Tanh(), nn.Linear(9, 3))
     other = torch.optim.AdamW(wide.parameters(), lr=0.01)
     with pytest.raises(ValueError, match=r"exp_avg of 0.weight is \[8, 6\], not \[9, 6\]"):
@@ -252,8 +242,8 @@ def test_another_optimizer_or_shape_raises_an_error_and_changes_nothing() -> Non
 
 
 def test_optimizer_state_with_arbitrary_objects_raises_an_error() -> None:
-    whole = network(0)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    optimizer.state[whole[0].weight]["history"] = object()
+    model = network(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight]["history"] = object()
     with pytest.raises(ValueError, match=r"SGD's state of 0.weight contains a object"):
-        named_state(optimizer, whole)
+        named_state(optimizer, model)

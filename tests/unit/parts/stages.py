@@ -1,5 +1,6 @@
 """A residual block, and checks of parts whose value changes from stage to stage."""
 
+import copy
 import pickle
 from collections.abc import Callable
 
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 
 from growlab import Grower
 from growlab.growth.outputs import evaluate
+from tests.cases import differing
 
 
 class Residual(nn.Module):
-    """A Transformer layer without attention: a norm and two layers around which the input is passed on."""
+    """A residual block of a norm and two layers, like a Transformer layer without attention."""
 
     def __init__(self, width: int, hidden: int, normalise: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -23,9 +25,9 @@ class Residual(nn.Module):
 
 
 def check_resumed(start: Callable[[], Grower], loss_of: Callable[[torch.nn.Module], Tensor], epoch: int) -> None:
-    """Check that three epochs, interrupted before one, have the losses and weights of uninterrupted ones."""
+    """Check that three epochs, resumed before `epoch`, have the losses and weights of an uninterrupted run."""
 
-    def begun() -> tuple[Grower, torch.optim.Optimizer]:
+    def begin() -> tuple[Grower, torch.optim.Optimizer]:
         growing = start()
         optimizer = torch.optim.AdamW(growing.network.parameters(), lr=0.01)
         growing.follow(optimizer)
@@ -42,28 +44,25 @@ def check_resumed(start: Callable[[], Grower], loss_of: Callable[[torch.nn.Modul
             losses.append(loss.item())
         return losses
 
-    whole, first, resumed = begun(), begun(), begun()
-    wanted = train(*whole, range(3))
+    uninterrupted, first, resumed = begin(), begin(), begin()
+    expected = train(*uninterrupted, range(3))
     losses = train(*first, range(epoch))
     saved = pickle.dumps((first[0].state_dict(), first[0].network.state_dict(), first[1].state_dict()))
     for each, state in zip((resumed[0], resumed[0].network, resumed[1]), pickle.loads(saved), strict=True):
         each.load_state_dict(state)
     assert torch.equal(*(loss_of(growing.network.eval()) for growing, _ in (first, resumed)))
-    assert losses + train(*resumed, range(epoch, 3)) == wanted
-    for name, tensor in whole[0].network.state_dict().items():
-        assert torch.equal(tensor, resumed[0].network.state_dict()[name])
+    assert losses + train(*resumed, range(epoch, 3)) == expected
+    assert not differing(uninterrupted[0].network.state_dict(), resumed[0].network.state_dict())
 
 
 def check_undone(growing: Grower, inputs: Tensor) -> None:
     """Check that an event that fails at its end leaves tensors and outputs unchanged."""
-    before = {name: tensor.clone() for name, tensor in growing.network.state_dict().items()}
-    outputs = evaluate(growing.network, (inputs,))
+    before, outputs = copy.deepcopy(growing.network.state_dict()), evaluate(growing.network, (inputs,))
 
     def fail() -> None:
         raise ValueError("later")
 
     with pytest.raises(ValueError, match="later"):
         growing.step(epoch=1, then=fail)
-    for name, tensor in growing.network.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+    assert not differing(before, growing.network.state_dict())
     assert torch.equal(evaluate(growing.network, (inputs,)), outputs)

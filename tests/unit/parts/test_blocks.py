@@ -34,7 +34,7 @@ from growlab.optim import weight_regions
 from growlab.parts import Averages, Depth, OldGradient, Part
 from growlab.parts.depth import Blocks
 from growlab.widths import UnsupportedOperation, WidthGraph, trace
-from tests.cases import Around
+from tests.cases import Around, tracked, train
 from tests.unit.grower.test_grower import EPOCHS, OPTIMIZERS, PROBE, STAGES, STEPS, Loop, batch, two_groups
 from tests.unit.grower.test_sharded import in_guide
 from tests.unit.parts.stages import Residual
@@ -86,18 +86,12 @@ def test_a_resnet_8_becomes_a_resnet_20_while_it_widens(method: Any) -> None:
     after = network.eval()(IMAGES) * state.output_factor
     assert torch.allclose(after, before, rtol=1e-5, atol=1e-7)
     # An ordinary ResNet-20, all of whose parameters learn.
-    whole = resnet()
+    fresh = resnet()
     fold_multipliers(network)
-    whole.load_state_dict(network.state_dict())
-    assert torch.equal(whole.eval()(IMAGES), network(IMAGES))
-    assert [type(module) for module in whole.modules()] == [type(module) for module in network.modules()]
-    network.train()
-    for _ in range(2):
-        network.zero_grad()
-        network(IMAGES).square().sum().backward()
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter -= 0.01 * parameter.grad
+    fresh.load_state_dict(network.state_dict())
+    assert torch.equal(fresh.eval()(IMAGES), network(IMAGES))
+    assert [type(module) for module in fresh.modules()] == [type(module) for module in network.modules()]
+    train(network.train(), torch.optim.SGD(network.parameters(), lr=0.01), IMAGES, steps=2)
     assert all(p.grad.abs().max() > 0 for p in network.parameters())
 
 
@@ -111,7 +105,7 @@ def test_net2deeper_in_a_network_without_residuals(method: Any) -> None:
     depth = Blocks(network, graph, names, "identity", (SAMPLES,))
     depth.leave_out(network)
     state = make_seed(network, depth.graph([]), method, {g: 4 for g in graph.groups}, 0)
-    # Running statistics that differ from the batch's.
+    # Make running statistics differ from the batch's.
     network.train()(SAMPLES + 1)
     before = network.eval()(SAMPLES)
     for width in (6, 8):
@@ -122,13 +116,12 @@ def test_net2deeper_in_a_network_without_residuals(method: Any) -> None:
     MLP(20, [8, 8, 8, 8], 5, batch_norm=True).double().load_state_dict(network.state_dict())
 
 
-def test_what_is_handed_on_needs_equal_widths_only_where_it_is_left_out() -> None:
-    """Groups of an inserted layer are separate again."""
+def test_inputs_and_outputs_of_a_layer_have_one_group_only_while_it_is_left_out() -> None:
     network = MLP(20, [8, 8, 8], 5)
     graph = trace(network, SAMPLES.float())
     depth = Blocks(network, graph, ["hidden.2:4"], "identity", (SAMPLES.float(),))
-    without, whole = depth.graph([]), depth.graph(["hidden.2:4"])
-    assert whole == graph
+    without = depth.graph([])
+    assert depth.graph(["hidden.2:4"]) == graph
     assert without.axes["hidden.4.weight"][1].groups == ("hidden.0",)
     assert graph.axes["hidden.4.weight"][1].groups == ("hidden.2",)
     assert "hidden.2.weight" not in without.axes
@@ -159,7 +152,7 @@ def test_branches_of_a_transformer_and_stacking(start: str, same: bool) -> None:
     assert network[2].up.weight is not network[1].up.weight
 
 
-def test_blocks_come_evenly_and_are_as_old_as_they_are() -> None:
+def test_blocks_are_inserted_evenly_and_have_their_own_birth_stage() -> None:
     network = resnet()
     graph = trace(network, IMAGES)
     depth = Blocks(network, graph, None, "zero", (IMAGES,))
@@ -244,7 +237,7 @@ ALONE = {0: 1.0, 1: 1.0, 3: 1.0}
 BY_STEPS = At({0: 0.5, 4: 0.75, 7: 1.0}, unit="step")
 SCHEDULE = make_schedule(EPOCHS, 8, epochs=[1, 2, 1], widths=[0.5, 0.75, 1.0])
 BUDGET = OnDemand(Budget(90), SCHEDULE, EPOCHS)
-# What of a run differs from the default: optimizer, network, and settings of the grower.
+# Differences from the default run: optimizer, network, and settings of the grower.
 RUNS: dict[str, dict[str, Any]] = {
     "regions and rates": {"make": OPTIMIZERS["growlab"]},
     "batch normalisation": {"make": OPTIMIZERS["growlab"], "network": batch_normed},
@@ -291,24 +284,24 @@ def blocks_of(run: Loop) -> list[list[str]]:
     return [[one["block"] for one in event.notes.get("inserted", [])] for event in run.grower.events]
 
 
-# Others have these optimizers and states.
+# Other runs cover these optimizers and states too.
 REPEATED = ("regions and rates", "copies with their state")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in RUNS])
-def test_resumed_at_any_step_it_is_the_uninterrupted_run_in_which_all_learns(name: str) -> None:
-    whole = loop(**RUNS[name])
-    files = [whole.train(killed).saved() for killed in (2, STEPS * 3 - 1)]
+def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one_in_which_all_learns(name: str) -> None:
+    run = loop(**RUNS[name])
+    files = [run.train(step).saved() for step in (2, STEPS * 3 - 1)]
     # From the second step after the insertion.
-    files.append(whole.train(STEPS * 3 + 1).saved())
-    before = {key: p.detach().clone() for key, p in whole.network.named_parameters()}
-    wanted = whole.train().everything()
-    last = [(key, p) for key, p in whole.network.named_parameters() if key.startswith("3.")]
+    files.append(run.train(STEPS * 3 + 1).saved())
+    before = {key: p.detach().clone() for key, p in run.network.named_parameters()}
+    expected = run.train().everything()
+    last = [(key, p) for key, p in run.network.named_parameters() if key.startswith("3.")]
     assert last and not any(torch.equal(before[key], p) for key, p in last)
-    assert sorted(name for names in blocks_of(whole) for name in names) == ["2", "3"] and len(blocks_of(whole)) == 2
+    assert sorted(name for names in blocks_of(run) for name in names) == ["2", "3"] and len(blocks_of(run)) == 2
     for file in files:
-        assert loop(**RUNS[name]).resume(file).train().everything() == wanted
-    assert list(whole.grower.finish().state_dict()) == list(RUNS[name].get("network", layer_normed)().state_dict())
+        assert loop(**RUNS[name]).resume(file).train().everything() == expected
+    assert list(run.grower.finish().state_dict()) == list(RUNS[name].get("network", layer_normed)().state_dict())
 
 
 def without_fixed_tensors() -> nn.Module:
@@ -327,13 +320,13 @@ def test_a_checkpoint_loads_in_any_order(network: Any, orders: list[tuple[str, .
     def made() -> Loop:
         return Loop(OPTIMIZERS["momentum"], network, parts=[Depth()])
 
-    file, whole = made().train(STEPS + 1).saved(), made().train().everything()
+    file, expected = made().train(STEPS + 1).saved(), made().train().everything()
     for order in orders:
         file.seek(0)
-        assert made().resume(file, (*order, "rate")).train().everything() == whole, order
+        assert made().resume(file, (*order, "rate")).train().everything() == expected, order
 
 
-def test_blocks_that_were_loaded_are_trained_once_the_optimizer_has_a_state_of_theirs() -> None:
+def test_loaded_blocks_are_trained_once_the_optimizer_has_their_state() -> None:
     def made(network: Any = layer_normed) -> Loop:
         return Loop(OPTIMIZERS["momentum"], network, parts=[Depth()])
 
@@ -341,8 +334,7 @@ def test_blocks_that_were_loaded_are_trained_once_the_optimizer_has_a_state_of_t
     for order in (("network", "grower"), ("grower", "network")):
         file.seek(0)
         resumed = made(without_fixed_tensors).resume(file, order)
-        held = {id(p) for group in resumed.optimizer.param_groups for p in group["params"]}
-        assert held == {id(p) for p in resumed.network.parameters()}
+        assert set(tracked(resumed.optimizer)) == {id(p) for p in resumed.network.parameters()}
     # An optimizer that waits for its network does not step.
     late, early = made().train(STEPS + 1), made()
     early.optimizer.load_state_dict(late.optimizer.state_dict())
@@ -398,14 +390,13 @@ def test_a_module_that_follows_gets_the_blocks_too() -> None:
     assert isinstance(average.module[3], Residual)
 
 
-def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
+def test_inserted_blocks_join_the_group_of_like_named_parameters_if_there_is_one() -> None:
     def by_layer(network: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": m.parameters()} for m in network if len(list(m.parameters()))], lr=0.1)
 
     # Only one group has a block with tensors of these names, so inserted ones join it.
     run = loop(by_layer).train()
-    held = [{id(p) for p in group["params"]} for group in run.optimizer.param_groups]
-    assert {id(p) for p in run.network[3].parameters()} <= held[1]
+    assert {id(p) for p in run.network[3].parameters()} <= {id(p) for p in run.optimizer.param_groups[1]["params"]}
     several = loop(by_layer, parts={"blocks": ["3"]})
     with pytest.raises(UserError, match=r"SGD's 4 groups 2 have parameters named like 3\.norm\.weight"):
         several.train()
@@ -461,19 +452,19 @@ def test_constants_of_late_blocks_end_as_they_began(start: str, kept: str, resum
 
 
 def untraceable() -> nn.Module:
-    """Widths cannot be traced, since the forward uses NumPy."""
+    """A network whose widths cannot be traced, because its forward uses NumPy."""
     return Around(lambda net, x: net.layers(x if x.detach().numpy().sum() < 1e6 else -x), layers=layer_normed())
 
 
 def test_a_network_that_keeps_its_widths_need_not_be_traced() -> None:
     settings: dict[str, Any] = {"network": untraceable, "trigger": ALONE, "parts": {"start": "stack"}}
-    whole = loop(**settings)
-    assert not whole.grower.full_graph.groups
-    files = [whole.train(killed).saved() for killed in (STEPS, STEPS + 1, 3 * STEPS, 3 * STEPS + 2)]
-    wanted = whole.train().everything()
-    assert blocks_of(whole) == [["layers.2"], ["layers.3"]]
+    run = loop(**settings)
+    assert not run.grower.full_graph.groups
+    files = [run.train(step).saved() for step in (STEPS, STEPS + 1, 3 * STEPS, 3 * STEPS + 2)]
+    expected = run.train().everything()
+    assert blocks_of(run) == [["layers.2"], ["layers.3"]]
     for file in files:
-        assert loop(**settings).resume(file).train().everything() == wanted
+        assert loop(**settings).resume(file).train().everything() == expected
     # Names of tensors alone determine which blocks there are.
     other = loop(**settings)
     other.network.load_state_dict(dict(loop(**settings).train(STEPS + 1).network.state_dict()))

@@ -27,7 +27,7 @@ from growlab.parts import Averages, Classes, Features
 from growlab.parts.classes import CLASSES, sort_classes, with_classes
 from growlab.parts.features import FEATURES
 from growlab.widths import WidthGraph, trace
-from tests.cases import Around
+from tests.cases import Around, differing, train
 from tests.unit.frontends.lightning_runs import Validated, trainer_of
 
 EXACT = 1e-13
@@ -40,7 +40,7 @@ def mlp() -> nn.Sequential:
 
 
 class Readers(nn.Module):
-    """Several layers read the input: after statistics of the data and batch normalisation, gated, added, appended."""
+    """The input is normalised, gated, added to a layer's output, appended to another, and read by several layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def normed() -> nn.Module:
 
 
 class Sequences(nn.Module):
-    """Steps [B, T, F] of a time series, and a signal [B, F, T] of the same."""
+    """A time series, as steps [B, T, F] or as a signal [B, F, T]."""
 
     def __init__(self, of_signal: bool) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ NETWORKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def first(inputs: Any, count: int, settings: dict[str, Any]) -> Any:
-    """The same batch before the other features have arrived."""
+    """The first `count` features of a batch."""
     if isinstance(inputs, dict):
         return {**inputs, "late": inputs["late"][:, :count]}
     dim = settings.get("dim", 1 if inputs.dim() == 4 else -1)
@@ -132,7 +132,7 @@ def error(before: Tensor, after: Tensor) -> float:
 
 
 class Loop:
-    """A plain training loop over batches that are a function of the step."""
+    """A plain training loop on one batch, with steps and moments as a checkpoint has them."""
 
     def __init__(self, name: str = "mlp", trigger: Any = None, parts: Any = (), **settings: Any) -> None:
         make, self.inputs, of_part = NETWORKS[name]
@@ -276,15 +276,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(at: int) -> None:
     def loop() -> Loop:
         return Loop("readers", parts=[Averages(0.9)], method=HyperCloning(noise_std=0.1))
 
-    whole, begun, again = loop().train(6), loop().train(at), loop()
+    uninterrupted, first, resumed = loop().train(6), loop().train(at), loop()
     saved = io.BytesIO()
-    torch.save([one.state_dict() for one in (begun.network, begun.optimizer, begun.grower)], saved)
+    torch.save([one.state_dict() for one in (first.network, first.optimizer, first.grower)], saved)
     states = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
-    for one, state in zip((again.network, again.optimizer, again.grower), states, strict=True):
+    for one, state in zip((resumed.network, resumed.optimizer, resumed.grower), states, strict=True):
         one.load_state_dict(state)
-    assert again.train(6, at).everything() == whole.everything()
-    averages = [one.grower.copies()["ema"].state_dict() for one in (whole, again)]
-    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+    assert resumed.train(6, at).everything() == uninterrupted.everything()
+    assert not differing(*(one.grower.copies()["ema"].state_dict() for one in (uninterrupted, resumed)))
 
 
 def test_a_finished_network_that_loads_an_early_checkpoint_takes_the_first_features_again() -> None:
@@ -328,10 +327,7 @@ def test_a_trained_network_gets_more_features(trigger: Any) -> None:
     torch.manual_seed(1)
     small = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)).double()
     optimizer, x, wide = torch.optim.AdamW(small.parameters(), 0.01), columns(), mlp().double()
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(small(x[:, :4]), torch.arange(8) % 3).backward()
-        optimizer.step()
+    train(small, optimizer, x[:, :4], torch.arange(8) % 3, steps=3)
     moments = optimizer.state[small[0].weight]["exp_avg"].clone()
     expected = small(x[:, :4])
     grower = Grower.from_trained(
@@ -372,7 +368,7 @@ def growing(**more: Any) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You defined a `validation_step`")
 def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: Path) -> None:
-    whole = DataLoader(TensorDataset(columns().float(), torch.arange(8) % 3), 4)
+    loader = DataLoader(TensorDataset(columns().float(), torch.arange(8) % 3), 4)
     modules = [Validated() for _ in range(4)]
     for each in modules:
         each.network = mlp()
@@ -380,21 +376,20 @@ def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: 
     callback = Growth(**growing())
     trainer = trainer_of(tmp_path, callback, max_epochs=3)
     # A network that is only evaluated has all features.
-    trainer.validate(module, whole, verbose=False)
-    trainer.fit(module, whole, whole)
+    trainer.validate(module, loader, verbose=False)
+    trainer.fit(module, loader, loader)
     assert [event.widths_after[FEATURES] for event in callback.events] == COUNTS[1:]
     first_half = trainer_of(tmp_path, Growth(**growing()), max_epochs=1)
-    first_half.fit(other, whole, whole)
+    first_half.fit(other, loader, loader)
     assert other.network[0].in_features == COUNTS[0]
     first_half.save_checkpoint(tmp_path / "early.ckpt")
-    # Continued in the same process, and from the file in a new one.
+    # Continue with the same trainer, and from the file with a new one.
     first_half.fit_loop.max_epochs = 3
-    first_half.fit(other, whole, whole)
+    first_half.fit(other, loader, loader)
     assert other.network[0].in_features == COUNTS[-1]
     resumed = trainer_of(tmp_path, Growth(**growing()), max_epochs=3)
-    resumed.fit(again, whole, whole, ckpt_path=tmp_path / "early.ckpt")
-    states = zip(module.state_dict().values(), again.state_dict().values(), strict=True)
-    assert all(torch.equal(a, b) for a, b in states)
+    resumed.fit(again, loader, loader, ckpt_path=tmp_path / "early.ckpt")
+    assert not differing(module.state_dict(), again.state_dict())
     # The loader has no later features yet; the example has.
     callbacks = (Growth(**growing(example=columns().float())), Arrive())
     trainer_of(tmp_path, *callbacks, max_epochs=3, limit_val_batches=0).fit(late, DataLoader(Late(), 4))
@@ -426,8 +421,7 @@ def test_the_trainer_saves_plain_models_while_features_arrive(tmp_path: Path) ->
     model, callback = run()
     assert [event.widths_after[FEATURES] for event in callback.events] == COUNTS[1:]
     resumed, _ = run(tmp_path / "checkpoint-2")
-    for a, b in zip(model.state_dict().values(), resumed.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
+    assert not differing(model.state_dict(), resumed.state_dict())
 
 
 # What cannot arrive -----------------------------------------------------------------------------------------------
@@ -525,7 +519,7 @@ def test_old_logits_stay_and_new_rows_are_drawn(method) -> None:
 
 
 @pytest.mark.parametrize("method", [GradMax(steps=1), Net2Net()], ids=lambda m: m.name)
-def test_methods_that_see_data_or_copies_meet_classes_that_come(method) -> None:
+def test_classes_arrive_with_methods_that_use_data_or_copy_units(method) -> None:
     """Net2Net maps every channel's optimizer state, including that of known classes."""
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -543,10 +537,8 @@ def test_methods_that_see_data_or_copies_meet_classes_that_come(method) -> None:
     for step in range(6):
         grower.step(epoch=step // 2)
         x, y = batch(step)
-        optimizer.zero_grad()
-        # Labels of the classes that have arrived, as the network's rows.
-        F.cross_entropy(network(x), grower.targets(torch.tensor(order)[y])).backward()
-        optimizer.step()
+        # `targets` maps labels of the classes that have arrived to the network's rows.
+        train(network, optimizer, x, grower.targets(torch.tensor(order)[y]))
     events = grower.events
     assert [event.widths_after["classes"] for event in events] == [7, 10]
     assert all(event.parity_error_eval <= event.parity_tolerance_eval for event in events)
@@ -555,7 +547,7 @@ def test_methods_that_see_data_or_copies_meet_classes_that_come(method) -> None:
     assert torch.allclose(grower.finish().eval()(x)[:, order], before, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_go_to_the_places_of_their_labels() -> None:
+def test_rows_are_sorted_by_label() -> None:
     network, graph, _ = planted(PairGrowth(), 10)
     x = torch.randn(5, 20).double()
     before, order = network.eval()(x), torch.randperm(10).tolist()

@@ -1,4 +1,4 @@
-"""Blocks of networks of all kinds: which are found, why others are not, and how exactly each is inserted."""
+"""Blocks in networks of all kinds: which are found and inserted exactly, and the reasons against others."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from growlab.inspect.__main__ import main as widths_command
 from growlab.parts import Depth
 from growlab.parts.depth import Blocks
 from growlab.parts.depth.search import Search
-from tests.cases import Around
+from tests.cases import Around, differing
 
 EXACT = 1e-10
 SAMPLES = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -34,7 +34,7 @@ def mlp(width: int = 16) -> nn.Sequential:
 
 
 class Added(nn.Module):
-    """The network adds the outputs of its blocks, in a list of any name."""
+    """A network that adds the outputs of its blocks itself; their list may have any name."""
 
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Tensor, int, str]] = {
     "transformers T5": (T5, TOKENS, 4, "t5.encoder.block.1 t5.decoder.block.1"),
     "transformers ViT": (
         of_transformers("ViTModel", "ViTConfig", image_size=32, patch_size=8),
-        *(IMAGES, 2, ("layers.1 layers.2", "encoder.layer.1 encoder.layer.2")),  # older
+        *(IMAGES, 2, ("layers.1 layers.2", "encoder.layer.1 encoder.layer.2")),  # the latter in older releases
     ),
 }
 # One of each kind of block is fast.
@@ -272,7 +272,7 @@ SLOW = {
     *("torchvision convnext", "torchvision swin", "torchvision mobilenet_v2", "torchvision efficientnet"),
     *("timm nfnet", "timm convnext"),
 }
-# Copies take the place of zeros in any block alike.
+# Copies replace zeros in the same way in all blocks, so that a few networks suffice.
 COPIED = {"a shared weight", "pairs in a list", "transformers Llama", "transformers T5"}
 
 
@@ -315,16 +315,16 @@ def test_blocks_are_found_and_inserted_exactly(name: str, start: str) -> None:
     blocks = Blocks(network, no_widths(), None, start, inputs)
     if start == "zero":
         assert len(blocks.blocks) == number and " ".join(blocks.blocks).startswith(first)
-    whole = copy.deepcopy(network)
+    full = copy.deepcopy(network)
     blocks.leave_out(network)
-    left = list(blocks.blocks)[:2] + list(blocks.blocks)[2:][-1:]
-    for block in left:
-        sources = all(any(map(shapes(whole, path).__eq__, earlier(network, path))) for path in block.split())
+    inserted = list(blocks.blocks)[:2] + list(blocks.blocks)[2:][-1:]
+    for block in inserted:
+        sources = all(any(map(shapes(full, path).__eq__, earlier(network, path))) for path in block.split())
         receipt, copied = blocks.insert(network, block, PairGrowth(), {}, 0, 1, inputs)
         assert receipt["parity_error_eval"] <= EXACT and receipt["parity_error_train"] <= EXACT
         # A block without an earlier one of the same shapes, such as after a strided one, begins at zero.
         assert bool(copied) == (receipt["copied_from"] is not None) == (start == "stack" and sources)
-    for block in blocks.blocks.keys() - left:
+    for block in blocks.blocks.keys() - inserted:
         blocks.put_in(network, block, {})
     assert {key: tensor.shape for key, tensor in network.state_dict().items()} == known
 
@@ -402,8 +402,8 @@ def test_layers_without_a_residual_start_as_the_identity(
         assert max(receipt["parity_error_eval"], receipt["parity_error_train"]) <= EXACT
 
 
-def test_a_branch_that_the_network_adds_is_left_out_as_nothing() -> None:
-    """Not the identity, which would double the stream."""
+def test_a_branch_that_the_network_adds_is_left_out_as_zero() -> None:
+    """Not as the identity, which would double the stream."""
     network, inputs = made(Added, SAMPLES)
     Blocks(network, no_widths(), None, "zero", inputs).leave_out(network)
     x = network.first(*inputs)
@@ -420,14 +420,14 @@ def test_finding_blocks_leaves_the_network_unchanged() -> None:
     assert [(chain.kind, chain.names, chain.found) for chain in chains] == [
         ("Sequential", ("whatever.0", "whatever.1", "whatever.2"), ("whatever.1", "whatever.2"))
     ]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert not differing(before, network.state_dict())
     assert all(m.training and not m._forward_hooks and not m._forward_pre_hooks for m in network.modules())
     assert not any(p.requires_grad for p in network.parameters())
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def added() -> tuple[nn.Module, tuple[Tensor]]:
-    """For the command line."""
+    """A network with its input for the command line."""
     return Added(4), (SAMPLES,)
 
 

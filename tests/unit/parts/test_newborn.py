@@ -17,7 +17,7 @@ from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, g
 from growlab.lab.training.build import user_callbacks
 from growlab.parts import Averages, Freeze, Warmup
 from growlab.widths import tensors_of
-from tests.cases import NETWORKS, graph_of, roughen, widths_at
+from tests.cases import NETWORKS, differing, graph_of, roughen, same_parameters, widths_at
 from tests.unit.grower.test_grower import PROBE, Loop, mlp
 
 X = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -60,7 +60,7 @@ def train(network: nn.Module, optimizers: list[torch.optim.Optimizer], steps: in
 def grown(
     name: str, parts: list[Part], state: Any = "auto", layers: int = 2, width: int = 8, steps: int = 3
 ) -> tuple[Any, list[torch.optim.Optimizer], Any]:
-    """A small network that was trained, and grew at epoch 1."""
+    """Train a small network, then a larger one that starts from it and grows at epoch 1."""
     torch.manual_seed(0)
     small = Perceptron(4)
     optimizers = OPTIMIZERS[name](small)
@@ -91,11 +91,11 @@ def test_warmup_scales_only_the_steps_of_newborn_entries(name: str) -> None:
     for step in range(1, 6):
         twin.load_state_dict(wide.state_dict())
         found, expected = moves(wide, optimizers), moves(twin, others)
-        for key, whole in expected.items():
-            factor = torch.ones_like(whole)
+        for key, full_step in expected.items():
+            factor = torch.ones_like(full_step)
             if key in masks:
                 factor[masks[key]] = min(1.0, step / 4)
-            assert torch.allclose(found[key], factor * whole, rtol=1e-9, atol=1e-14), (step, key)
+            assert torch.allclose(found[key], factor * full_step, rtol=1e-9, atol=1e-14), (step, key)
 
 
 def test_all_entries_may_warm_up_by_the_rates_of_groups() -> None:
@@ -103,7 +103,7 @@ def test_all_entries_may_warm_up_by_the_rates_of_groups() -> None:
     twin, others, _ = grown("two", [])
     assert grower.events
     found, expected = moves(wide, optimizers), moves(twin, others)
-    assert all(torch.allclose(found[key], whole / 4, rtol=1e-9, atol=1e-14) for key, whole in expected.items())
+    assert all(torch.allclose(found[key], step / 4, rtol=1e-9, atol=1e-14) for key, step in expected.items())
     assert {group["lr"] for optimizer in optimizers for group in optimizer.param_groups} == {RATE}
 
 
@@ -122,7 +122,7 @@ def test_freeze_keeps_old_entries_bit_for_bit_for_its_steps(name: str) -> None:
 
 
 def test_old_layers_stay_bit_for_bit_and_new_ones_warm_up() -> None:
-    """LLaMA-Pro: only new blocks train, with weight decay of all parameters."""
+    """As in LLaMA-Pro, only new blocks train, although all parameters have weight decay."""
     wide, optimizers, grower = grown("adamw", [Freeze(), Warmup(3)], layers=4, width=4)
     new = grower.newborn()
     assert set(new.parameters) == {f"layers.{i}.{n}.{w}" for i in (1, 3) for n in (0, 2) for w in ("weight", "bias")}
@@ -147,7 +147,7 @@ def test_a_resumed_training_is_equal_bit_for_bit(stop: int) -> None:
     for each, state in zip((again, other, resumed), saved, strict=True):
         each.load_state_dict(state)
     train(again, [other], 8 - stop)
-    assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), again.parameters(), strict=True))
+    assert same_parameters(wide, again)
 
 
 def test_state_of_newborn_entries_and_layers_alone_is_reset() -> None:
@@ -182,7 +182,7 @@ def network_at(seed: int, method: Any) -> tuple[nn.Module, GrowthState]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_grown_average_is_the_average_of_grown_networks(name: str) -> None:
-    """In float64; that it computes what it did is checked by `grow` itself."""
+    """In float64; `grow` itself checks that outputs are preserved."""
     method, probe, graph = METHODS[name], NETWORKS["resnet B"].inputs(), graph_of("resnet B")
     (early, state), (late, _) = network_at(1, method), network_at(2, method)
     average = AveragedModel(early, multi_avg_fn=get_ema_multi_avg_fn(0.25), use_buffers=True)
@@ -194,10 +194,10 @@ def test_the_grown_average_is_the_average_of_grown_networks(name: str) -> None:
         grow(network, graph, method, before, graph.full_widths, 0, (probe,), averaged=leader)
     norms = {n for norm in graph.norms for n in (norm.weight, norm.running_var, norm.running_mean)}
     for key, tensor in average.module.state_dict().items():
-        # Variances scale with the square of what means scale with, and weights of norms with what eps needs.
+        # Norms are left out, because variances scale quadratically and weights compensate eps.
         if tensor.is_floating_point() and key not in norms:
-            wanted = 0.25 * early.state_dict()[key] + 0.75 * late.state_dict()[key]
-            torch.testing.assert_close(tensor, wanted, rtol=1e-9, atol=1e-12)
+            expected = 0.25 * early.state_dict()[key] + 0.75 * late.state_dict()[key]
+            torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_averages_grow_as_a_part_or_as_the_users_module() -> None:
@@ -207,8 +207,7 @@ def test_averages_grow_as_a_part_or_as_the_users_module() -> None:
     loop.grower.follow(own)
     loop.optimizer.register_step_post_hook(lambda *_: own.update_parameters(loop.network))
     loop.train()
-    for name, tensor in own.module.state_dict().items():
-        assert torch.equal(average.module.state_dict()[name], tensor), name
+    assert not differing(own.module.state_dict(), average.module.state_dict())
     assert all(e.notes["ema_parity_error_eval"] < 1e-5 for e in loop.grower.events)
     outputs = average.module.eval()(PROBE)
     loop.grower.finish()
@@ -219,8 +218,7 @@ def test_averages_grow_as_a_part_or_as_the_users_module() -> None:
 
 def test_an_average_changes_nothing_else() -> None:
     plain, averaged = Loop().train(), Loop(parts=[Averages(decay=0.7)]).train()
-    for name, tensor in plain.network.state_dict().items():
-        assert torch.equal(averaged.network.state_dict()[name], tensor), name
+    assert not differing(plain.network.state_dict(), averaged.network.state_dict())
 
 
 @pytest.mark.parametrize("callback", ["StochasticWeightAveraging", "EMAWeightAveraging"])

@@ -1,5 +1,6 @@
 """Dynamic orthogonalised SGD against a separate computation of Eq. 21."""
 
+import copy
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from growlab.grower.triggers import Clock, Scheduled, Training
 from growlab.growth import PairGrowth, grow, make_schedule, make_seed
 from growlab.parts.osgd import OldGradient, Orthogonalised, mean_gradients
 from growlab.widths import trace
-from tests.cases import Around
+from tests.cases import Around, differing
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
@@ -36,7 +37,7 @@ def with_random_gradients(network: nn.Module, seed: int) -> nn.Module:
 
 @cache
 def grown() -> tuple[nn.Module, Orthogonalised, dict[str, Tensor]]:
-    """A network that has grown, its old gradient carried through growth, and that gradient padded by hand."""
+    """A grown network, its old gradient carried through growth, and the same gradient padded by hand."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     graph = trace(network, torch.randn(2, 5).double())
@@ -78,7 +79,7 @@ def test_the_state_goes_through_a_checkpoint() -> None:
     assert torch.equal(*results)
 
 
-def test_no_memory_or_a_zero_gradient_changes_nothing() -> None:
+def test_projection_without_an_old_gradient_changes_nothing() -> None:
     network = with_random_gradients(nn.Linear(3, 2), 0)
     before = flat(gradients(network))
     orthogonalised = Orthogonalised(network)
@@ -144,7 +145,7 @@ def test_annealing_needs_ends_of_stages_steps_and_data(anneal, end, training, me
 
 
 def before_growth(noisy: bool, **training: object) -> SimpleNamespace:
-    """Layers, one of them unused, with dropout and batch normalisation if `noisy`."""
+    """A run before growth, with an unused layer, and with dropout and batch normalisation if `noisy`."""
     torch.manual_seed(0)
     between = [nn.BatchNorm1d(6), nn.Dropout(0.5)] if noisy else []
     layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 3))
@@ -161,7 +162,7 @@ def batches_of(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("classes", [None, torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64)])
 def test_the_mean_over_batches_is_that_of_all_samples_at_once(classes: Tensor | None) -> None:
-    """Batches of any sizes, and losses that are means over weights of classes."""
+    """Batches have different sizes, and losses may be weighted means over classes."""
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, target, weight=classes)
@@ -184,11 +185,11 @@ def test_measuring_changes_nothing_and_its_passes_draw_differently() -> None:
     run = before_growth(True, seed_draws=lambda *place: calls.append(place))
     run.network.layers[2].eval()
     modes = [module.training for module in run.network.modules()]
-    before = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
+    before = copy.deepcopy(run.network.state_dict())
     mean_gradients(run, batches_of(4, 4))
     mean_gradients(run, batches_of(4, 4), pass_number=1)
     assert [module.training for module in run.network.modules()] == modes
-    assert all(torch.equal(before[name], tensor) for name, tensor in run.network.state_dict().items())
+    assert not differing(before, run.network.state_dict())
     assert all(parameter.grad is None for parameter in run.network.parameters())
     # Training steps are seeded by epochs, which are not negative.
     assert len(set(calls)) == 4 and all(number < 0 for number, _ in calls)

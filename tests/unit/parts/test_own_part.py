@@ -1,4 +1,4 @@
-"""A user's part; parts on two ranks; a package without a part's files."""
+"""Parts of users, parts on two ranks, and the package without the files of a part."""
 
 import ast
 import json
@@ -94,7 +94,7 @@ def test_configurations_that_are_not_parts_raise_errors(entry: Any, message: str
         make_parts(OmegaConf.create({"x": entry}), data, At({0: 0.5, 1: 1.0}))
 
 
-# What is trained on two ranks, and a word in what it ends with.
+# Runs on two ranks, and a word that their final state contains.
 WORDS = {"hypernetworks": "Hyperfan", "isotropic": "asked_by", "features": "input features"}
 
 
@@ -129,7 +129,7 @@ def test_ranks_end_with_the_same_bits_and_an_average_that_drifts_is_noticed(cli:
         assert first == second and word in first
 
 
-# Patterns of each part's files, and of what is of it alone.
+# Patterns of the files that each part needs alone.
 REMOVED: dict[str, tuple[str, ...]] = {
     "averages": ("growlab/parts/averages.py", "conf/parts/ema.yaml"),
     "old gradients": (
@@ -163,18 +163,18 @@ def files_of(part: str, root: Path = ROOT) -> list[Path]:
 
 
 def copied(code: Path, *parts: str) -> None:
-    """A copy of the package and its settings without some parts."""
+    """Copy the package and its settings without some parts."""
     for name in ("growlab", "conf"):
         shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (path for part in parts for path in files_of(part, code)):
         (shutil.rmtree if path.is_dir() else Path.unlink)(path)
     # A run uses the parts of config.yaml in their order, which determines the cost of a pass over old data.
-    config, there = code / "conf" / "config.yaml", {path.stem for path in (code / "conf" / "parts").glob("*.yaml")}
+    config, known = code / "conf" / "config.yaml", {path.stem for path in (code / "conf" / "parts").glob("*.yaml")}
 
-    def left(found: re.Match[str]) -> str:
-        return f"- parts: [{', '.join(name for name in found[1].split(', ') if name in there)}]"
+    def remaining(found: re.Match[str]) -> str:
+        return f"- parts: [{', '.join(name for name in found[1].split(', ') if name in known)}]"
 
-    config.write_text(re.sub(r"- parts: \[(.*)\]", left, config.read_text()))
+    config.write_text(re.sub(r"- parts: \[(.*)\]", remaining, config.read_text()))
 
 
 @pytest.mark.parametrize("part", REMOVED)
@@ -194,7 +194,7 @@ def test_experiments_run_without_a_part(gone: tuple[str, ...], tmp_path: Path) -
     code = tmp_path / "code"
     copied(code, *gone)
     others = [] if len(gone) > 1 else ["osgd.anneal=run" if gone == ("averages",) else "ema.decay=0.9"]
-    # The server has imported what the copy lacks.
+    # Not by the server, which has already imported the removed modules.
     environment = {name: value for name, value in os.environ.items() if name != SERVER}
     command = [sys.executable, "-m", "growlab", *MLP, *others, "hydra.run.dir=run"]
     paths = {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}

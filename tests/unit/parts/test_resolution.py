@@ -32,7 +32,7 @@ STAGES = {0: 0.5, 1: 0.75, 2: 1.0}
 
 
 class Seeing(nn.Module):
-    """A network that keeps the inputs it was given last."""
+    """A network that records its latest inputs."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ def test_images_are_small_only_in_training_steps() -> None:
         growing.step(epoch=epoch)
         network.train()
         network(IMAGES).sum().backward()
-        wanted = F.interpolate(IMAGES, (size, size * 3 // 2), mode="bilinear", antialias=True)
-        torch.testing.assert_close(network.seen[0], wanted if size < 16 else IMAGES, rtol=0, atol=1e-6)
+        expected = F.interpolate(IMAGES, (size, size * 3 // 2), mode="bilinear", antialias=True)
+        torch.testing.assert_close(network.seen[0], expected if size < 16 else IMAGES, rtol=0, atol=1e-6)
         with torch.no_grad():
             network(IMAGES)
         assert network.seen[0] is IMAGES
@@ -90,10 +90,10 @@ def test_sequences_and_their_targets_are_cut_only_in_training_steps() -> None:
     logits = network(TOKENS)
     assert logits.shape == (4, 4, 11)
     assert torch.equal(growing.targets(TOKENS), TOKENS[:, :4])
-    # As without the later tokens.
+    # The logits are those without the later tokens.
     torch.testing.assert_close(logits, growing.network.eval()(TOKENS[:, :4]))
     network.train()(TOKENS)
-    # Before the forward pass in evaluation, as in some loops.
+    # Some loops ask for targets before the forward pass in evaluation.
     network.eval()
     assert torch.equal(growing.targets(TOKENS), TOKENS)
     assert growing.network(TOKENS).shape == (4, 12, 11)

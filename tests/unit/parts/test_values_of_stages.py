@@ -1,4 +1,4 @@
-"""Values of each stage: patches of images; settings such as windows, repeats of a block, active experts."""
+"""Parts with a value per stage: patch sizes; settings such as windows, repeats of a block, active experts."""
 
 import copy
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from growlab.lab.training.plan import StageCost
 from growlab.parts import Averages, Depth, Part, PatchSize, Resolution, Setting
 from growlab.parts.patch_size import resample_patches, resize_positions
 from growlab.widths import trace
-from tests.cases import Around
+from tests.cases import Around, train
 from tests.unit.grower.test_trained import decoder
 from tests.unit.parts.stages import check_resumed, check_undone
 
@@ -37,7 +37,7 @@ IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(11, (4, 12), generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(4) % 3
 PATCHES, WIDTH = [8, 4], 8
-# By the kind of the inputs.
+# True: for images.
 STAGES: dict[bool, dict[int, float]] = {True: {0: 0.5, 1: 1.0}, False: {0: 1.0, 1: 1.0, 2: 1.0}}
 
 
@@ -62,7 +62,7 @@ def of_transformers(patch: int = 4) -> nn.Module:
 
 
 def clip(patch: int = 4) -> nn.Module:
-    """Its position embeddings are read by a buffer of indices."""
+    """Its position embeddings are looked up by a buffer of indices."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = {**sizes, "image_size": 16, "patch_size": patch}
@@ -148,7 +148,7 @@ def test_larger_patches_compute_the_same_of_enlarged_ones(small: int, factor: in
     torch.testing.assert_close(resample_patches(weight, small), weight)
 
 
-def test_a_table_of_positions_keeps_what_stands_in_front_and_constants() -> None:
+def test_resized_positions_keep_extra_tokens_and_constants() -> None:
     table = torch.cat([torch.tensor([[[5.0], [6.0]]]), torch.full((1, 6, 1), 2.0)], dim=1)
     resized = resize_positions(table, 2, (2, 3), (4, 6))
     assert resized.shape == (1, 26, 1) and resized[0, :2].flatten().tolist() == [5, 6]
@@ -176,15 +176,14 @@ def test_each_stage_is_the_ordinary_network_of_its_patches(name: str) -> None:
         before = evaluate(growing.network, (IMAGES,))
         growing.step(epoch=epoch)
         moved = relative_error(before, evaluate(growing.network, (IMAGES,)))
-        F.cross_entropy(growing.network.train()(IMAGES), LABELS).backward()
-        optimizer.step()
+        train(growing.network.train(), optimizer, IMAGES, LABELS)
         tensors = growing.network.state_dict()
         made = VITS[name](patch).state_dict()
         assert tensors.keys() == made.keys()
         for key in tensors if epoch else [key for key in tensors if tensors[key].dim() == 4]:
             assert tensors[key].shape[2:] == made[key].shape[2:]
     resampled = [p for p in growing.network.parameters() if p.dim() == 4]
-    # The optimizer's state begins with the new weight.
+    # The optimizer's state starts anew with a resampled weight.
     assert [optimizer.state[p]["step"] for p in resampled] == [1]
     (event,) = growing.events
     assert event.notes["patch_size"] == 4 and event.parity_error_eval < 1e-5

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from growlab import Grower, UserError
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import small_model
+from tests.cases import differing, same_parameters
 from tests.unit.grower.test_trained import TEXT, TOKENS, llama, loss_of, mixtral, output, same, train
 
 pytest.importorskip("transformers")
@@ -73,7 +74,7 @@ def test_outputs_stay_moments_are_the_copies_and_training_separates_them(kind: s
 
 
 def test_moments_without_noise_are_those_of_the_grown_gradient() -> None:
-    """At a rate of 0 the gradient is the same in each step, and so are moments over their share of it."""
+    """With lr=0 the gradient is the same in each step, and moments after t steps are 1 - beta**t of it."""
     network, optimizer, grower = growing(lambda: mixtral(32, 1))
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -98,13 +99,13 @@ def test_a_resumed_training_is_equal_bit_for_bit(network_first: bool) -> None:
             train(network, optimizer, TEXT, 1)
             average.update_parameters(network)
 
-    def begun() -> tuple[Any, ...]:
+    def begin() -> tuple[Any, ...]:
         network, optimizer, grower = growing(lambda: mixtral(32, 1))
         average = AveragedModel(network)
         grower.follow(average)
         return network, optimizer, grower, average
 
-    first, again = begun(), begun()
+    first, again = begin(), begin()
     run(first, range(2))
     saved = copy.deepcopy([each.state_dict() for each in first])
     run(first, range(2, 4))
@@ -113,8 +114,7 @@ def test_a_resumed_training_is_equal_bit_for_bit(network_first: bool) -> None:
     for index in order:
         pairs[index][0].load_state_dict(pairs[index][1])
     run(again, range(2, 4))
-    for one, other in ((first[0], again[0]), (first[3], again[3])):
-        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert same_parameters(first[0], again[0]) and same_parameters(first[3], again[3])
     assert again[0].config.num_local_experts == 8 and again[3].module.config.num_experts_per_tok == 4
 
 
@@ -132,7 +132,7 @@ def test_models_without_experts_raise_an_error_and_a_failed_event_changes_nothin
     handle.remove()
     assert network.config.num_local_experts == 4 and grower.state.stage == 0 and not grower.events
     assert all(one is other for one, other in zip(network.parameters(), parameters, strict=True))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert not differing(before, network.state_dict())
     train(network, optimizer, TEXT, 1)
     grower.multiply_experts(2, noise=0.0)
     assert "stay equal throughout training" in caplog.text

@@ -30,7 +30,7 @@ class Embedded(nn.Module):
 @pytest.mark.parametrize("by_code", [2.0, 0.7])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("width", [12, 16])
-def test_a_number_of_the_codes_own_is_taken_off_the_table(tied: bool, by_code: float, width: int) -> None:
+def test_a_factor_in_the_code_is_divided_out_of_the_table(tied: bool, by_code: float, width: int) -> None:
     """Embeddings may be multiplied by more, or less, than the growth of their stream."""
     torch.manual_seed(0)
     narrow = Embedded(8, 3.0, tied).double().eval()
@@ -50,8 +50,8 @@ def test_a_number_of_the_codes_own_is_taken_off_the_table(tied: bool, by_code: f
             exact.add((way.fill, way.by_code))
         else:
             inexact += 1
-    wanted = {("zero", by_code), ("copies", by_code)} if width == 16 else {("zero", by_code)}
-    assert wanted <= exact and inexact
+    expected = {("zero", by_code), ("copies", by_code)} if width == 16 else {("zero", by_code)}
+    assert expected <= exact and inexact
 
 
 class Fused(nn.Module):
@@ -92,6 +92,6 @@ def test_a_layer_of_queries_and_keys_by_more_heads_or_wider_ones(
     wide.load_state_dict(widening.tensors(ways[0]))
     assert relative_error(evaluate(narrow, (x,)), evaluate(wide, (x,))) < 1e-12
     assert len(ways) == (2 if sizes[0] == 2 else 1)
-    # What is new learns: nothing of it is zero together with what it is multiplied with.
+    # New entries learn, because they are never zero together with their factors in a product.
     wide.train()(x).square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in wide.parameters())

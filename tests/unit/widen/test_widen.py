@@ -1,4 +1,4 @@
-"""A saved model of transformers past its declared size: same function, same tokens, and training goes on."""
+"""Widen saved models of transformers past their declared size: same outputs, same generated tokens, or an error."""
 
 import json
 import os
@@ -15,16 +15,17 @@ from torch import nn
 from growlab.base.errors import UserError
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
-from growlab.inspect.small_models import FirstOutput, inputs_of, small_model
+from growlab.inspect.small_models import FirstOutput, inputs_of
 from growlab.widen.__main__ import main
 from growlab.widen.folder import RECEIPT
 from growlab.widen.sizes import PARTS, _for_more_layers, deepened, widened
+from tests.unit.widen.test_upcycle import model_of
 
 transformers = pytest.importorskip("transformers")
-# What is told is read off stderr, where saving a model would draw its bar.
+# Tests read messages from stderr, where saving a model would draw a progress bar.
 transformers.logging.disable_progress_bar()
 
-# A model type with what can be done to it exactly. Normalisations behind sums (BERT, BART) take whole widths alone.
+# Model type -> width and depth that are exact. Normalisations behind sums (BERT, BART) need whole factors.
 CASES = {
     "llama": ("1.5", "2"),
     "gpt2": ("1.5", "2"),
@@ -47,27 +48,23 @@ CASES = {
     "olmo2": ("2", "1"),
     "falcon": ("1.5", "2"),
     "llama4_text": ("1.5", "2"),
-    # The number of heads is in ALiBi's slopes: each becomes wider.
+    # ALiBi's slopes depend on the number of heads, so heads become wider.
     "bloom": ("2", "2"),
     "mpt": ("1.5", "2"),
     # A convolution with weight normalisation, and an embedding for masked frames that only training uses.
     "wav2vec2": ("2", "1"),
 }
-# The others are alike, and take seconds each.
+# The others are similar, and take seconds each.
 QUICK = ("llama", "gpt2", "bloom", "wav2vec2")
 
 
 def saved(folder: Path, model_type: str) -> nn.Module:
-    """A model whose biases and gains are off where they start, in a folder."""
-    torch.manual_seed(0)
-    model = small_model(model_type)[0].network
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+    """Save a small model whose biases and gains differ from their initial values."""
+    model = model_of(model_type)
     if model.config.is_encoder_decoder:
         model.generation_config.decoder_start_token_id = 0
     model.save_pretrained(folder)
-    return model.eval()
+    return model
 
 
 def around(model: nn.Module) -> tuple[FirstOutput, tuple[torch.Tensor, ...]]:
@@ -91,7 +88,7 @@ def test_a_wider_and_deeper_model_computes_the_same(tmp_path: Path, model_type: 
     if new.can_generate():
         settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
         assert torch.equal(old.generate(probe[0], **settings), new.generate(probe[0], **settings))
-    # In the precision of the file weights are rounded: exactness in float64 is the receipt's.
+    # Weights are rounded to the precision of the file; the receipt has the error in float64.
     receipt = json.loads((tmp_path / "new" / RECEIPT).read_text())
     assert receipt["relative_error_float64"] <= 1e-10
     assert receipt["num_params"] == sum(p.numel() for p in new.parameters())
@@ -108,7 +105,7 @@ def test_copies_are_the_default_and_differ_by_noise(tmp_path: Path, caplog: pyte
         assert (receipt["method"], receipt["noise_std"]) == ("hypercloning", float(noise))
         assert receipt["relative_error_float64"] <= 1e-10
         tensors = load_file(out / "model.safetensors")
-        # Readers of the stream's copies, and of hidden channels'.
+        # Weights that read copies of the stream, and of hidden channels.
         read = [tensors[f"model.layers.0.mlp.{name}_proj.weight"].chunk(2, 1) for name in ("up", "down")]
         apart[noise] = [float((first - second).norm() / first.norm()) for first, second in read]
     assert apart["0"] == [0, 0] and min(apart["0.1"]) > 1e-3
@@ -123,10 +120,9 @@ def folder_of(tmp_path: Path, **changes: Any) -> Path:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert main(list(map(str, arguments))) == 2
-    told = capsys.readouterr().err.strip()
-    assert told.startswith("error: ")
-    assert "\n" not in told
-    return told
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "\n" not in error
+    return error
 
 
 def test_widen_reports_bad_input_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,9 +147,12 @@ def test_widen_reports_bad_input_in_one_sentence(tmp_path: Path, capsys: pytest.
 def test_a_folder_without_weights_or_of_an_unknown_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, model_type="no_such_type")
     assert "no_such_type" in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
-    for architectures, told in ((None, "names no class under architectures; save"), (["Mine"], "which transformers ")):
+    for architectures, message in (
+        (None, "names no class under architectures; save"),
+        (["Mine"], "which transformers "),
+    ):
         folder = folder_of(tmp_path, model_type="llama", architectures=architectures)
-        assert told in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
+        assert message in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
     (folder / "model.safetensors").unlink()
     assert "no weights" in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
 
@@ -170,19 +169,19 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFix
             assert main([str(folder), "--width", "2", "--parts", "mlp", "-o", str(out)]) == 0
             assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
         else:
-            told = refusal(capsys, folder, "--width", 2, "-o", out)
-            assert "70 tokens, but the model embeds only 64" in told
+            error = refusal(capsys, folder, "--width", 2, "-o", out)
+            assert "70 tokens, but the model embeds only 64" in error
 
 
 @pytest.mark.slow
 def test_inexact_factors_raise_an_error_with_alternatives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "old", "bert")
-    told = refusal(capsys, tmp_path / "old", "--width", 1.5, "-o", tmp_path / "new")
-    assert "a whole --width such as 2, or --parts mlp" in told
-    told = refusal(capsys, tmp_path / "old", "--depth", 2, "-o", tmp_path / "new")
-    assert "cannot begin as the identity" in told
-    told = refusal(capsys, tmp_path / "old", "--width", 2, "--parts", "heads", "-o", tmp_path / "new")
-    assert "divides its stream among its heads" in told
+    error = refusal(capsys, tmp_path / "old", "--width", 1.5, "-o", tmp_path / "new")
+    assert "a whole --width such as 2, or --parts mlp" in error
+    error = refusal(capsys, tmp_path / "old", "--depth", 2, "-o", tmp_path / "new")
+    assert "cannot begin as the identity" in error
+    error = refusal(capsys, tmp_path / "old", "--width", 2, "--parts", "heads", "-o", tmp_path / "new")
+    assert "divides its stream among its heads" in error
     assert main([str(tmp_path / "old"), "--width", "1.5", "--parts", "mlp", "-o", str(tmp_path / "new")]) == 0
 
 
@@ -197,25 +196,25 @@ def small(kind: str, name: str, folder: Path, **settings: Any) -> None:
 
 
 @pytest.mark.slow
-def test_reasons_are_the_true_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_true_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audio = {
         **{"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 8},
         **{"num_conv_pos_embedding_groups": 2, "vocab_size": 20},
     }
-    # Its positional convolution, with an activation behind it, reads the stream as it is.
+    # Its positional convolution, followed by an activation, reads the stream before any normalisation.
     stable = {**audio, "do_stable_layer_norm": True, "feat_extract_norm": "layer"}
     small("ForCTC", "Wav2Vec2", tmp_path / "stable", **stable)
-    told = refusal(capsys, tmp_path / "stable", "--width", 1.5, "-o", tmp_path / "new")
-    assert "no positional convolution" in told and "a whole --width such as 2" in told
-    # Inputs are float32 again after a check in float64.
-    told = refusal(capsys, tmp_path / "stable", "--width", 1.5, "--depth", 2, "-o", tmp_path / "new")
-    assert "no positional convolution" in told
+    error = refusal(capsys, tmp_path / "stable", "--width", 1.5, "-o", tmp_path / "new")
+    assert "no positional convolution" in error and "a whole --width such as 2" in error
+    # After a check in float64, inputs must be float32 again.
+    error = refusal(capsys, tmp_path / "stable", "--width", 1.5, "--depth", 2, "-o", tmp_path / "new")
+    assert "no positional convolution" in error
     small("Model", "Wav2Vec2", tmp_path / "base", **audio)
-    told = refusal(capsys, tmp_path / "base", "--width", 2, "-o", tmp_path / "new")
-    assert "(the network's output)" in told
+    error = refusal(capsys, tmp_path / "base", "--width", 2, "-o", tmp_path / "new")
+    assert "(the network's output)" in error
     small("Model", "Llama", tmp_path / "llama", vocab_size=20)
-    told = refusal(capsys, tmp_path / "llama", "--depth", 2, "-o", tmp_path / "new")
-    assert "its output: save a model with a head" in told
+    error = refusal(capsys, tmp_path / "llama", "--depth", 2, "-o", tmp_path / "new")
+    assert "its output: save a model with a head" in error
 
 
 def test_the_pooler_is_as_wide_as_the_stream(tmp_path: Path) -> None:
@@ -229,8 +228,8 @@ def test_heads_whose_positions_are_divided_by_their_size_raise_an_error(
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
     config = transformers.FalconConfig(alibi=True, **sizes)
     transformers.FalconForCausalLM(config).save_pretrained(tmp_path / "old")
-    told = refusal(capsys, tmp_path / "old", "--width", 2, "-o", tmp_path / "new")
-    assert "slopes depend on the number of heads" in told and "--parts mlp" in told
+    error = refusal(capsys, tmp_path / "old", "--width", 2, "-o", tmp_path / "new")
+    assert "slopes depend on the number of heads" in error and "--parts mlp" in error
 
 
 def test_a_composite_model_raises_an_error_that_names_its_sizes() -> None:
@@ -244,8 +243,8 @@ def test_a_composite_model_raises_an_error_that_names_its_sizes() -> None:
 def test_a_model_that_becomes_no_wider_raises_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Swin keeps sizes in `embed_dim` and in lists, and computes `hidden_size` from them."""
     saved(tmp_path / "old", "swinv2")
-    told = refusal(capsys, tmp_path / "old", "--width", 2, "-o", tmp_path / "new")
-    assert "no tensor of Swinv2ForImageClassification becomes larger" in told
+    error = refusal(capsys, tmp_path / "old", "--width", 2, "-o", tmp_path / "new")
+    assert "no tensor of Swinv2ForImageClassification becomes larger" in error
     assert not (tmp_path / "new").exists()
 
 
@@ -263,7 +262,7 @@ def test_other_files_are_copied_and_other_config_entries_stay(tmp_path: Path) ->
 def test_code_in_a_folder_never_runs(
     known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where its `auto_map` asks and the user would say yes."""
+    """Not even if its `auto_map` asks for it and the user would agree."""
     kinds = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
     folder = folder_of(tmp_path, auto_map=kinds, **({} if known else {"model_type": "mine"}))
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass MyConfig: pass\n")
@@ -272,9 +271,9 @@ def test_code_in_a_folder_never_runs(
     )
     asked = []
     monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "y")
-    told = refusal(capsys, folder, "--width", 2, "--parts", "mlp", "-o", tmp_path / "new")
+    error = refusal(capsys, folder, "--width", 2, "--parts", "mlp", "-o", tmp_path / "new")
     assert not (tmp_path / "ran").exists() and not asked
-    assert "which growlab never runs" in told and "trust_remote_code" not in told
+    assert "which growlab never runs" in error and "trust_remote_code" not in error
 
 
 def pickled(folder: Path, shards: int = 1) -> None:
@@ -307,8 +306,8 @@ def test_damaged_and_foreign_files_are_reported_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = folder_of(tmp_path), tmp_path / "new"
-    whole = (folder / "model.safetensors").read_bytes()
-    for content in (b"", b"nothing", whole[:100], whole[:-5], b"\xff" * 40):
+    complete = (folder / "model.safetensors").read_bytes()
+    for content in (b"", b"nothing", complete[:100], complete[:-5], b"\xff" * 40):
         (folder / "model.safetensors").write_bytes(content)
         assert "model.safetensors" in refusal(capsys, folder, "--width", 2, "-o", out)
     (folder / "model.safetensors").unlink()
@@ -317,9 +316,9 @@ def test_damaged_and_foreign_files_are_reported_in_one_sentence(
             (folder / "pytorch_model.bin").write_bytes(content)
         else:
             torch.save({"mine": content}, folder / "pytorch_model.bin")
-        told = refusal(capsys, folder, "--width", 2, "-o", out)
-        assert "pytorch_model.bin" in told and "weights_only" not in told
-    assert "could run code" in told
+        error = refusal(capsys, folder, "--width", 2, "-o", out)
+        assert "pytorch_model.bin" in error and "weights_only" not in error
+    assert "could run code" in error
     for weight_map in ({"a": "../../secret"}, {"a": "missing.bin"}, None):
         (folder / "pytorch_model.bin").unlink(missing_ok=True)
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -337,8 +336,8 @@ def test_shards_stay_shards_and_numbers_of_their_type(tmp_path: Path, dtype: tor
     files = sorted((tmp_path / "new").glob("*.safetensors"))
     assert len(files) > 2 and all(path.stat().st_size <= max(sizes) + 8192 for path in files)
     index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
-    held = {key: path.name for path in files for key in load_file(path)}
-    assert held == index["weight_map"] and held.keys() == load_index(tmp_path / "old").keys()
+    weight_map = {key: path.name for path in files for key in load_file(path)}
+    assert weight_map == index["weight_map"] and weight_map.keys() == load_index(tmp_path / "old").keys()
     assert {t.dtype for path in files for t in load_file(path).values()} == {dtype}
     new, info = type(old).from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not any(info.values()) and new.dtype == dtype
@@ -376,7 +375,7 @@ import torch.export, torch._dynamo
 from growlab.widen import __main__ as widen
 
 def peak():
-    # Not of getrusage, which counts what the parent process has used.
+    # Not from getrusage, which also counts memory of the parent process.
     return 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 
 before = peak()

@@ -109,7 +109,7 @@ def test_matrix_table_names_refusals():
 
 def test_a_matrix_resumes_where_it_ended(tmp_path, capsys, monkeypatch):
     """Each network has its own process: if it takes too long or cannot be created, the table has a row for that."""
-    # The function of that name hides its module.
+    # From sys.modules, because a function of the same name hides the module.
     monkeypatch.setattr(sys.modules["growlab.inspect.examine"], "_PRELOAD", ["growlab.inspect.examine"])
     names = [f"{HERE}:with_inputs", f"{HERE}:endless", f"{HERE}:nothing"]
     arguments = ["--matrix", str(tmp_path / "m"), "--methods", "net2net", "--time-limit"]
@@ -142,7 +142,7 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def test_inputs_that_are_no_rows_of_samples_are_left_whole(capsys):
+def test_inputs_without_a_row_per_sample_are_not_cut(capsys):
     """A graph with edges [2, E]: neither its edges nor its nodes have a row per sample."""
     for keep in ([], ["--keep-full", "index_add_"]):
         assert main([f"{HERE}:on_a_graph", "--methods", "net2net", "--json", *keep]) == 0

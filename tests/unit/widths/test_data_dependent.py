@@ -33,7 +33,7 @@ def rows_that_are_not_zero(net: Any, h: Tensor, mask: Tensor) -> Tensor:
 
 
 def rows_where_it_is_true(net: Any, h: Tensor, mask: Tensor) -> Tensor:
-    # Two conditions, as of tokens that an expert is the first or second choice for.
+    # Two conditions, as for an expert that is the first or the second choice of a token.
     rows, _ = torch.where(torch.stack([mask, ~mask], 1))
     return net.second(h).index_add(0, rows, net.second(h[rows]))
 

@@ -168,7 +168,7 @@ SPELLINGS: dict[str, Callable[[], Block]] = {
         lambda net, x: weighted(*(split_heads(y, net.h) for y in net.each(x)), x.shape[-1] ** -0.5), False, h=HEADS
     ),
 }
-# There the heads cannot follow the widths: see the reason in the report.
+# Heads cannot follow the widths here; the report names the reason.
 KEPT = {"a constant", "the stream's width in the scale"}
 
 

@@ -71,7 +71,9 @@ def module(function: Callable[..., Tensor], **parts: nn.Module) -> nn.Module:
         (lambda self, x: x, pack_sequence([X]), 1, []),
     ],
 )
-def test_an_example_stands_for(function: Any, example: Any, positional: int, named: list[str]) -> None:
+def test_examples_become_positional_and_named_inputs(
+    function: Any, example: Any, positional: int, named: list[str]
+) -> None:
     inputs = inputs_of(example, module(function))
     assert len(inputs) == positional and list(getattr(inputs, "named", {})) == named
     assert isinstance(inputs, Inputs) == bool(named)
@@ -79,7 +81,7 @@ def test_an_example_stands_for(function: Any, example: Any, positional: int, nam
     assert type(again) is type(inputs) and list(getattr(again, "named", {})) == named
 
 
-def test_arguments_of_a_call_are_positional_ones_as_far_as_they_can_be() -> None:
+def test_arguments_of_a_call_are_positional_if_possible() -> None:
     network = ByName()
     assert arguments(network, (X,), {}) == (X,)
     found = arguments(network, (), {"mask": MASK, "x": X})
@@ -131,7 +133,7 @@ def test_a_mapping_that_is_the_only_input_grows() -> None:
     assert set(grower.graph.groups) == {"a"} and event.parity_error_train < 1e-5
 
 
-def test_lightning_sees_what_is_given_by_name(tmp_path: Path) -> None:
+def test_lightning_captures_inputs_that_are_given_by_name(tmp_path: Path) -> None:
     class Module(Plain):
         def __init__(self) -> None:
             super().__init__()
@@ -146,7 +148,7 @@ def test_lightning_sees_what_is_given_by_name(tmp_path: Path) -> None:
     assert [event.stage for event in growth.grower.events] == [1]
 
 
-def test_lightning_sees_batches_as_transfer_hooks_return_them(tmp_path: Path) -> None:
+def test_lightning_captures_batches_after_transfer_hooks(tmp_path: Path) -> None:
     class Module(Plain):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return batch[0].flatten(1), batch[1]

@@ -23,10 +23,10 @@ STRIDED = (1, 1), (2, 2)
 def test_convolutions_of_all_kinds_survive_a_backward_pass_on_a_cpu_without_avx_512():
     """In a separate process, because torch would crash it (2 to 7 channels, 1x1, strided, channels_last)."""
     command = [sys.executable, "-m", "tests.unit.widths.unsafe_kernels"]
-    left = subprocess.run(command, cwd=ROOT, env={**os.environ, **AVX2}, capture_output=True, text=True)
-    told = left.stdout.splitlines()
-    assert left.returncode == 0, f"exit code {left.returncode} at: {told[-1:]} {left.stderr[-300:]}"
-    assert told[-1] == "0 wrong"
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **AVX2}, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"exit code {done.returncode} at: {lines[-1:]} {done.stderr[-300:]}"
+    assert lines[-1] == "0 wrong"
 
 
 @pytest.mark.parametrize("change", ["resize", "make_seed"])

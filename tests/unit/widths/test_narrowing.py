@@ -152,7 +152,7 @@ def test_noise_on_channels_does_not_keep_them_from_growing():
 
 @pytest.mark.parametrize("num_others", [0, 3])
 def test_any_two_groups_are_tried_apart(num_others):
-    """The forward requires two layers' widths to have their ratio at full width."""
+    """The forward requires two layers to keep the ratio of their full widths."""
 
     def tied(net: Any, x: Tensor) -> Tensor:
         first, second = net.first(x := net.others(x)), net.second(x)
@@ -165,7 +165,7 @@ def test_any_two_groups_are_tried_apart(num_others):
 
 
 class Wary:
-    """A configuration that raises for settings that differ between layers."""
+    """A configuration that raises an error if its width is read."""
 
     def __init__(self) -> None:
         self.width = 8
@@ -187,7 +187,7 @@ def test_missing_or_unreadable_sizes_are_ignored() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [False, True])
 def test_swin_transformers_narrow_to_one_head(second: bool) -> None:
-    """What is contiguous already at one head, `contiguous()` is not called for: no other forward, and heads follow.
+    """With one head a tensor is contiguous, so that `contiguous()` does not copy it: this is no other computation.
 
     Swin V2 takes a slice of a copy of its bias and writes zeros there.
     """
@@ -218,7 +218,7 @@ def sliced(rows: Callable[[Tensor], int]) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    # A slice of so many entries takes others where the first layer is narrow.
+    # A slice of a fixed length takes other entries if the first layer is narrow.
     ("rows", "groups"),
     [(lambda x: x.shape[1], {"first", "second"}), (lambda x: 8, {"second"})],
 )
@@ -286,7 +286,7 @@ def test_a_number_of_groups_follows_channels_only_where_each_is_a_group(
 def two_streams(net: Any, images: Tensor, captions: Tensor) -> Tensor:
     """Two streams of equal width, each with its norms: the code takes the size of the second from the first."""
     x, y = net.images(images), net.captions(captions)
-    # The code itself asks for the size that both norms have.
+    # This view alone requires equal widths.
     y = net.of_captions(y.relu().view(len(y), -1, x.shape[-1]))
     return net.one(net.of_images(x)).mean(1) + net.two(y).mean(1)
 

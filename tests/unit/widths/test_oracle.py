@@ -21,11 +21,11 @@ Tie = tuple[str, str, int]
 CONVOLUTIONS = nn.modules.conv._ConvNd
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.PReLU)
 
-# Layers whose outputs ours leaves at full width while Torch-Pruning would remove channels: ours -> why that is right.
+# growlab's reasons to keep full width where Torch-Pruning would remove channels -> why that is right.
 KEPT = {"the network's output": "the logits are the task's; Torch-Pruning leaves it to the user to spare them"}
 KEPT_BESIDE_ECA = {
     "neighbouring channels are pooled or convolved": "ECA slides a window over channels: each has its place",
-    "added to or multiplied with channels that keep their full width": "a stream that meets one of those",
+    "added to or multiplied with channels that keep their full width": "a stream that includes such channels",
     "a single channel": "a gate of one channel that multiplies all the others",
 }
 
@@ -34,8 +34,8 @@ KEPT_BESIDE_ECA = {
 class Case:
     """A network: its image size, and why some layers are grouped otherwise or are unknown to Torch-Pruning.
 
-    `kept` is what it keeps at full width beside its output. Ours traces networks that do more in train mode there;
-    with `training` Torch-Pruning does so too.
+    `kept` has further reasons to keep full width, and why each is right. growlab traces networks that do more in train
+    mode in that mode; with `training` Torch-Pruning does so too.
     """
 
     size: int = 64
@@ -145,7 +145,7 @@ def outcomes(name: str, case: Case) -> Counter[str]:
             try:
                 theirs = their_ties(network, dependencies, root, row)
                 if ours != theirs:
-                    # Ours widens every group of a grouped convolution alike, theirs one channel at a time.
+                    # growlab widens all groups of a grouped convolution equally, Torch-Pruning cuts single channels.
                     rows = [
                         one for one in ours if one[1] == "out" and not isinstance(network.get_submodule(one[0]), NORMS)
                     ]

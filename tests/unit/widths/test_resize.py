@@ -10,16 +10,16 @@ from tests.cases import NETWORKS, graph_of, outputs, widths_at
 
 
 def bookkeeping(network: nn.Module) -> dict[str, tuple]:
-    """Sizes in the attributes of modules."""
-    told = {}
+    """Sizes according to the attributes of modules, by name."""
+    sizes = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear):
-            told[name] = (module.out_features, module.in_features)
+            sizes[name] = (module.out_features, module.in_features)
         elif isinstance(module, nn.Conv2d):
-            told[name] = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
+            sizes[name] = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
         elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
-            told[name] = (module.num_features,)
-    return told
+            sizes[name] = (module.num_features,)
+    return sizes
 
 
 @pytest.mark.parametrize(("name", "part"), [(name, (0.5, 1.7, 0.01)[place % 3]) for place, name in enumerate(NETWORKS)])
@@ -31,7 +31,7 @@ def test_a_resized_network_is_an_ordinary_one(name, part):
     for module, sizes in bookkeeping(network).items():
         assert tuple(network.get_submodule(module).weight.shape) == sizes
     assert outputs(network, case.inputs(), training=True).isfinite().all()
-    # Back again: kept channels come back, the others are zero.
+    # After resizing back, kept channels have their values and the others are zero.
     resize(network, graph, widths, graph.full_widths)
     assert repr(network) == repr(built)
     for key, tensor in network.state_dict().items():
@@ -121,18 +121,18 @@ def test_new_tensors_are_like_the_old_ones():
 def test_restoring_brings_the_same_objects_back():
     network, graph = NETWORKS["depthwise"].make(), graph_of("depthwise")
     before = [*network.named_parameters(), *network.named_buffers()]
-    shown = repr(network)
+    representation = repr(network)
     new = {
         name: tensor.new_ones(graph.shape(name, dict.fromkeys(graph.groups, 3)))
         for name, tensor in before
         if name in graph.axes
     }
     replaced = replace_tensors(network, graph, new)
-    assert repr(network) != shown
+    assert repr(network) != representation
     restore_tensors(network, graph, replaced)
     after = [*network.named_parameters(), *network.named_buffers()]
     assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True))
-    assert repr(network) == shown
+    assert repr(network) == representation
 
 
 def test_new_content_is_copied():

@@ -1,4 +1,4 @@
-"""One row per channel rule: which groups grow around an operation, exactly, and to a network as it was built."""
+"""One row per channel rule: the groups that grow around an operation, exactly and into an ordinary network."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ def residual_attention(net: nn.Module, x: Tensor) -> Tensor:
 
 def attention_of_its_stream(net: nn.Module, x: Tensor) -> Tensor:
     batch, tokens, width = x.shape
-    # A number that is the number of heads by chance, and that any other number would do for.
+    # This number equals the number of heads by chance; the forward works with any other number.
     x = x * sum(1 / (1 + i) for i in range(net.steps))
     qkv = net.qkv(x).reshape(batch, tokens, 3, net.num_heads, width // net.num_heads).permute(2, 0, 3, 1, 4)
     weights = (qkv[0] * (width // net.num_heads) ** -0.5 @ qkv[1].transpose(-2, -1)).softmax(-1)
@@ -175,7 +175,7 @@ def graph_attention(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(out.view(-1, net.heads * net.channels).relu())
 
 
-#: Parameters that meet the channels of `x` [4, 5, 6] in other places and shapes than they have.
+#: Parameters that are sliced, reordered or reshaped before they meet the channels of `x` [4, 5, 6].
 REARRANGED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a slice of all rows": lambda net, x: x + net.rows[:5],
     "a slice of all rows by their number": lambda net, x: x + net.rows[: x.shape[1]],
@@ -195,7 +195,7 @@ REARRANGED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "mask tokens": lambda net, x: torch.where(torch.arange(5)[:, None] > 2, net.token.repeat(*x.shape[:2], 1), x),
     "running sums": lambda net, x: x + net.rows.cumsum(0),
 }
-#: RMS normalisation by Euclidean norms and sums, times the root of a number of channels or of how many there are.
+#: RMS normalisation by Euclidean norms and sums, scaled by a constant or by the number of channels.
 EUCLIDEAN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "normalize": lambda net, x: F.normalize(x, dim=-1) * net.scale * net.gain,
     "normalize without a scale": lambda net, x: F.normalize(x, 2.0, -1, 1e-6) * (1 + net.gain),
@@ -212,7 +212,7 @@ EUCLIDEAN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     ),
     "sum of products": lambda net, x: x / (x * x).sum(dim=-1, keepdim=True).sqrt() * net.scale * net.gain,
 }
-#: Functions of `x` [4, 5, 6] that mix channels or tell them apart.
+#: Functions of `x` [4, 5, 6] that mix channels or treat them differently.
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "pooled over channels": lambda x: F.max_pool1d(x, 3, 1, 1),
     "convolved over channels": lambda x: F.conv1d(x, torch.ones(5, 5, 3, dtype=x.dtype), padding=1),

@@ -39,15 +39,15 @@ class RootMeanSquare(nn.Module):
 class OneMore(RootMeanSquare):
     """RMS normalisation that multiplies by 1 + w, as in Gemma."""
 
-    def __init__(self, channels: int, told: bool = False) -> None:
+    def __init__(self, channels: int, adds_sum: bool = False) -> None:
         super().__init__(channels)
         nn.init.zeros_(self.weight)
-        self.told = told
+        self.adds_sum = adds_sum
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
         x = x * (1.0 + self.weight.to(x.dtype))
-        return x + self.weight.sum() if self.told else x
+        return x + self.weight.sum() if self.adds_sum else x
 
 
 class Language(nn.Module):
@@ -66,7 +66,7 @@ class Language(nn.Module):
         return logits + x.mean() if self.seen_twice else logits
 
 
-#: Positions whose logits are computed, as at the end of generated text: what else is done to each channel the same.
+#: Ways to select the positions whose logits are computed, and other functions that treat all channels equally.
 CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda x: x[:, :, :],
     "last, in a list": lambda x: x[:, [-1], :],
@@ -140,9 +140,9 @@ def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> 
     network, method = Language(), VarianceTransfer()
     graph = trace(network, TOKENS)
     assert graph.tied_outputs == ("table.weight",) and "table" not in graph.last_layers
-    told = "output layers: table (an embedding's table too: neither rescaled nor given an output layer's rate)"
-    assert first_line(graph) == f"growing 2 width groups; {told}"
-    assert first_line(graph, grows=False) == f"2 width groups; {told}"
+    ending = "output layers: table (an embedding's table too: neither rescaled nor given an output layer's rate)"
+    assert first_line(graph) == f"growing 2 width groups; {ending}"
+    assert first_line(graph, grows=False) == f"2 width groups; {ending}"
     grower = Grower(network, (TOKENS,), method=method, trigger={0: dict.fromkeys(graph.groups, 4)})
     optimizer = SGD(network.parameters(), 0.1)
     RateAdaptation(NormRatio(), divide_output_lr_by_fan_in=True).apply(optimizer)
@@ -156,13 +156,13 @@ def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> 
 
 
 def test_a_gain_that_something_else_sees_keeps_its_stream() -> None:
-    assert not trace(Language(lambda channels: OneMore(channels, told=True)), TOKENS).grows("table.weight")
+    assert not trace(Language(lambda channels: OneMore(channels, adds_sum=True)), TOKENS).grows("table.weight")
     graph = trace(Language(seen_twice=True, chosen=CHOSEN["all"]), TOKENS)
     assert not graph.grows("table.weight")
     assert "is both an embedding's table and a layer's weight" in graph.fixed["down"]
 
 
-def test_layouts_have_what_the_code_could_not_run() -> None:
+def test_layouts_do_not_depend_on_code_that_runs_at_one_width_only() -> None:
     """A width in the code; rows sorted by expert, with a matrix for each expert."""
 
     def experts(net: Any, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_layouts_have_what_the_code_could_not_run() -> None:
         return net.out(F.grouped_mm(F.silu(x), net.down, offs=ends))
 
     up, down = (nn.Parameter(torch.randn(2, 12, 8)) for _ in "ab")
-    # The kernel runs at widths of whole 16 bytes alone, which a trace would try others of.
+    # The kernel needs widths that are multiples of 16 bytes, but a trace would try others.
     graph = layouts(Around(experts, inside=[6, 8], up=up, down=down, out=[8, 3]), torch.randn(5, 6))
     assert [group.full_width for group in graph.groups.values()] == [8, 12, 8]
     assert [axis.role for axis in graph.axes["up"]] == ["fixed", "out", "in"]

@@ -21,7 +21,7 @@ IMAGE = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype
 
 
 class Around(nn.Module):
-    """A function of the channels h [2, 8, 6, 6]; its result is used as it is if it has as many channels."""
+    """A function of the channels h [2, 8, 6, 6]; layers read its result if it has the shape of h."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class Around(nn.Module):
         for y in found if isinstance(found, tuple | list) else [found]:
             if isinstance(y, Tensor):
                 y = (y.abs() if y.is_complex() else y).double()
-                alike = y.shape == h.shape
-                result = result + (self.last(torch.tanh(self.c(torch.tanh(y)))) if alike else y.tanh().sum())
+                same_shape = y.shape == h.shape
+                result = result + (self.last(torch.tanh(self.c(torch.tanh(y)))) if same_shape else y.tanh().sum())
         return result
 
 
 def grown(function: Callable[[Tensor], Any]) -> list[str]:
-    """Grow around a function, twice with other weights; raise an error if the network computes anything else."""
+    """Grow twice around a function, with new weights each time; an event that changes the output raises an error."""
     torch.manual_seed(0)
     network = Around(function).double()
     grower = Grower(network, IMAGE, method=VarianceTransfer(), trigger={0: 0.5, 1: 0.75, 2: 1.0})
@@ -57,7 +57,7 @@ def grown(function: Callable[[Tensor], Any]) -> list[str]:
 @pytest.mark.parametrize(
     "function",
     [
-        # Composites, which are taken apart: all channels may grow.
+        # Composite operations are decomposed, so all channels may grow.
         lambda h: F.cosine_similarity(h, h * h, dim=2)[:, :, None] * h,
         lambda h: torch.subtract(h, h * h, alpha=0.5),
         lambda h: torch.swapdims(h, 2, 3),
@@ -69,7 +69,7 @@ def grown(function: Callable[[Tensor], Any]) -> list[str]:
         # Along one dimension.
         lambda h: torch.cumprod(h, 2),
         lambda h: h.clone().cumprod_(3),
-        # Entry by entry, by the tag that torch gives them.
+        # Elementwise operations, according to torch's tag.
         lambda h: torch.special.i0e(h),
         lambda h: h.clone().sin_(),
         lambda h: torch.deg2rad(h),
@@ -118,7 +118,7 @@ def test_sums_that_nothing_reads_have_one_width() -> None:
 
 
 def test_elementwise_operations_are_basis_dependent() -> None:
-    """It does not commute with rotations of them, which isotropic layers would make."""
+    """They do not commute with the rotations of channels in isotropic layers."""
     network = nn.Sequential(nn.Linear(3, 8), Layers(lambda net, x: torch.special.i0e(x)), nn.Linear(8, 2))
     graph = trace(network, torch.randn(4, 3), follow_norms=True)
     assert graph.basis_dependent["0"].startswith("special_i0e")
@@ -144,7 +144,7 @@ def test_vmap_raises_an_error_of_one_sentence() -> None:
         grown(ensemble)
 
 
-# Ways to call a function that is known by its name alone.
+# Ways to call a function whose signature is unknown.
 CALLS: tuple[Callable[[Any, Tensor], Any], ...] = (
     lambda f, h: f(h),
     lambda f, h: f(h, h),
@@ -162,13 +162,13 @@ NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch.Tensor)
 
 def repeats(network: nn.Module) -> bool:
     """Return True if the network computes the same finite numbers twice, so that none is uninitialised memory."""
-    # Fills that memory with NaN, which else may hold the same numbers twice by chance.
+    # Fill uninitialised memory with NaN, because it may hold the same numbers twice by chance.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             first, second = network(IMAGE), network(IMAGE)
-    except Exception:  # not a way to call this one
+    except Exception:  # the function cannot be called like this
         return False
     finally:
         torch.use_deterministic_algorithms(False)

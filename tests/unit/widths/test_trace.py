@@ -1,5 +1,6 @@
 """Groups, axes and scale classes that tracing finds, and its errors."""
 
+import copy
 import gc
 import logging
 import random
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.widths import Part, UnsupportedOperation, trace
-from tests.cases import NETWORKS, Around, graph_of
+from tests.cases import NETWORKS, Around, differing, graph_of
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -110,7 +111,7 @@ def test_code_that_leaves_torch_raises_an_error_with_its_line(capfd):
     with pytest.raises(UnsupportedOperation, match=r"cannot follow Around at `.*x if x\..*trace=SUBMODULE"):
         trace(leaving, torch.randn(2, 4))
     trace(Around(lambda net, x: x if x.amax()[None][0] == 1 else -x), torch.randn(2, 4))
-    # torch would print its program.
+    # torch itself would print the exported program.
     assert capfd.readouterr().err == ""
 
 
@@ -253,14 +254,14 @@ def test_tracing_changes_nothing_in_the_network() -> None:
         return float(torch.rand(())), random.random(), float(np.random.rand())
 
     network, x = Around(noisy, first=[6, 16], norm=nn.BatchNorm1d(16).eval(), last=[16, 3]), torch.randn(4, 6)
-    content = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    content = copy.deepcopy(network.state_dict())
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = drawn()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     assert trace(network, x).groups
     assert drawn() == expected
     assert network.training and network.last.training and not network.norm.training
-    assert all(torch.equal(tensor, content[name]) for name, tensor in network.state_dict().items())
+    assert not differing(network.state_dict(), content)
 
 
 def test_a_trace_leaves_old_objects_out_of_garbage_collection(monkeypatch):

@@ -41,7 +41,7 @@ register_dataclass(Out)
 
 
 @pytest.mark.parametrize(
-    ("outputs", "wanted"),
+    ("outputs", "expected"),
     [
         (A, [A]),
         ([A, (B, [C])], [A, B, C]),
@@ -58,9 +58,8 @@ register_dataclass(Out)
         (3.0, []),
     ],
 )
-def test_tensors_in_containers_in_their_order(outputs: Any, wanted: list[Tensor]) -> None:
-    found = tensors_in(outputs)
-    assert len(found) == len(wanted) and all(one is two for one, two in zip(found, wanted, strict=True))
+def test_tensors_in_containers_in_their_order(outputs: Any, expected: list[Tensor]) -> None:
+    assert list(map(id, tensors_in(outputs))) == list(map(id, expected))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +109,8 @@ def test_the_input_of_a_layer_used_in_one_mode_keeps_its_width() -> None:
         assert network.train(training)(x).shape == (4, 3)
 
 
-def test_a_layer_that_code_has_at_other_sizes_alone_is_no_error() -> None:
-    """Trials change the sizes in a module's attributes, whose code then looks up a layer that does not exist."""
+def test_a_layer_that_exists_only_at_other_sizes_is_no_error() -> None:
+    """Trials change sizes in attributes of a module, whose code then looks up a layer that does not exist."""
 
     class Changing(nn.Module):
         def __init__(self, size: int, size_out: int) -> None:

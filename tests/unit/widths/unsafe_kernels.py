@@ -1,4 +1,4 @@
-"""Backward passes of many convolutions in channels_last: run where torch is told to use AVX2 at most.
+"""Backward passes of many convolutions in channels_last, to be run with torch limited to AVX2.
 
 As a program it prints each case before it tries it, since torch may take the process down, and exits with 1 where a
 gradient differs from the one in the default layout.
@@ -14,13 +14,13 @@ from growlab.growth import VarianceTransfer, make_seed
 from growlab.lab.networks import CifarResNet
 from growlab.widths import avoid_unsafe_kernels, resize, trace
 
-# Of the input and of the weights: either decides.
+# Layouts of the input and of the weights; either may select the unsafe kernel.
 _LAYOUTS = (
     (torch.channels_last, torch.contiguous_format),
     (torch.contiguous_format, torch.channels_last),
     (torch.channels_last, torch.channels_last),
 )
-# The buffer that is overrun holds an image of every sample.
+# Batch size, height and width by kernel size. The buffer that is overrun has an image per sample.
 _SHAPE = {1: (16, 12, 24), 3: (2, 7, 8)}
 
 

@@ -1,4 +1,4 @@
-"""`growlab.Controller`: grown against continued, from one moment on the same batches; the winner trains on."""
+"""`growlab.Controller`: compares growing with continuing on the same batches, and trains on with the better network."""
 
 import copy
 from collections import UserDict
@@ -21,13 +21,14 @@ from growlab.grower.cost import forward_flops
 from growlab.growth import PairGrowth
 from growlab.parts import Part
 from growlab.plan import advise
+from tests.cases import differing
 from tests.unit.frontends.lightning_runs import trainer_of
 
 STEPS, BATCH, MOMENT = 1200, 16, 420
 
 
 def batches(number: int, hard: bool, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """A task that the narrow network cannot learn, or one that any network learns by many steps."""
+    """Batches of a task that the narrow network cannot learn, or of one for which more steps help more than width."""
     draw = torch.Generator().manual_seed(seed)
     teacher = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3)) if hard else nn.Linear(6, 3)
     with torch.no_grad():
@@ -41,7 +42,7 @@ def batches(number: int, hard: bool, seed: int = 0) -> list[tuple[Tensor, Tensor
 
 
 class Loop:
-    """A plain loop with momentum, dropout and a schedule of its rate."""
+    """A plain training loop with momentum, dropout and a learning-rate schedule."""
 
     def __init__(self, hard: bool) -> None:
         torch.manual_seed(0)
@@ -59,13 +60,16 @@ class Loop:
         for step in range(self.done, to):
             torch.manual_seed(step)
             self.grower.step(step=step)
-            x, y = self.data[step]
-            self.optimizer.zero_grad()
-            F.mse_loss(self.network(x), y).backward()
-            self.optimizer.step()
+            self.take_steps([self.data[step]])
             self.schedule.step()
         self.done = to
         return self
+
+    def take_steps(self, data: list[tuple[Tensor, Tensor]]) -> None:
+        for x, y in data:
+            self.optimizer.zero_grad()
+            F.mse_loss(self.network(x), y).backward()
+            self.optimizer.step()
 
     def saved(self) -> dict[str, Any]:
         parts = (self.network, self.optimizer, self.schedule, self.grower)
@@ -73,7 +77,7 @@ class Loop:
 
     def load(self, saved: Any, done: int) -> "Loop":
         for part, state in zip((self.network, self.optimizer, self.schedule, self.grower), saved, strict=True):
-            # torch's optimizers keep the tensors that they load.
+            # torch's optimizers keep references to the tensors that they load.
             part.load_state_dict(copy.deepcopy(state))
         self.done = done
         return self
@@ -86,7 +90,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["hard", "easy"])
 def trained(request: pytest.FixtureRequest) -> tuple[bool, Loop, dict[int, Any]]:
-    """Whether it is hard, the whole run, and checkpoints of it by step."""
+    """Whether the task is hard, a complete run, and checkpoints of it by step."""
     loop, saved = Loop(request.param), {}
     for moment in (MOMENT, MOMENT + 1):
         saved[moment] = loop.train(moment).saved()
@@ -94,7 +98,7 @@ def trained(request: pytest.FixtureRequest) -> tuple[bool, Loop, dict[int, Any]]
 
 
 def at_branch(hard: bool, saved: dict[int, Any]) -> Loop:
-    """A loop at the moment of the branch, which is to come."""
+    """A loop just before the branch."""
     return Loop(hard).load(saved[MOMENT], MOMENT)
 
 
@@ -108,19 +112,19 @@ def test_the_better_network_trains_on_and_the_receipt_says_why(trained: tuple[bo
     assert 0 < decision["odds"] < 1 and decision["paid"] > 0
     assert [event.notes.get("controller") for event in loop.grower.events] == [decision] * hard
     assert loop.grower.auxiliary_flops == loop.trigger.auxiliary_passes[0]["auxiliary_flops"] > 0
-    # Both took as many FLOPs, to a step.
+    # Both branches used equal FLOPs, up to a step.
     steps, grown = decision["steps"]
     assert steps == 36 and grown == (6 if hard else 18)
 
 
 def test_a_resumed_run_ends_as_the_uninterrupted_one(trained: tuple[bool, Loop, Any]) -> None:
-    hard, whole, saved = trained
+    hard, uninterrupted, saved = trained
     for moment, state in saved.items():
-        assert same(Loop(hard).load(state, moment).train(), whole)
+        assert same(Loop(hard).load(state, moment).train(), uninterrupted)
 
 
 def test_the_winner_is_what_its_branch_trained(trained: tuple[bool, Loop, Any]) -> None:
-    """By hand: continue or grow at the moment of the branch, and train on its batches."""
+    """Compare with continuing or growing by hand at the branch, and training on the branch's batches."""
     hard, loop, saved = trained
     steps = loop.trigger.decision["steps"][hard]
     after, by_hand = at_branch(hard, saved), at_branch(hard, saved)
@@ -131,10 +135,7 @@ def test_the_winner_is_what_its_branch_trained(trained: tuple[bool, Loop, Any]) 
     )
     by_hand.grower.step(step=MOMENT)
     torch.manual_seed(5)
-    for x, y in batches(loop.trigger.decision["steps"][0] + 8, hard, seed=1)[:steps]:
-        by_hand.optimizer.zero_grad()
-        F.mse_loss(by_hand.network(x), y).backward()
-        by_hand.optimizer.step()
+    by_hand.take_steps(batches(loop.trigger.decision["steps"][0] + 8, hard, seed=1)[:steps])
     assert same(by_hand, after)
 
 
@@ -154,34 +155,33 @@ def test_a_declined_event_leaves_the_loops_objects_and_draws(trained: tuple[bool
 
 
 def test_an_error_in_a_branch_leaves_everything_as_it_was(trained: tuple[bool, Loop, Any]) -> None:
-    hard, whole, states = trained
-    loop, left = at_branch(hard, states), [0]
+    hard, uninterrupted, states = trained
+    loop, calls_left = at_branch(hard, states), [0]
 
-    def breaks(output: Tensor, target: Tensor) -> Tensor:
-        left[0] -= 1
-        if not left[0]:
+    def failing_loss(output: Tensor, target: Tensor) -> Tensor:
+        calls_left[0] -= 1
+        if not calls_left[0]:
             raise RuntimeError("no more")
         return F.mse_loss(output, target)
 
     saved, good = loop.saved(), loop.grower.training.loss
     # In the smaller network's branch, and in the grown one's.
-    for left[0] in (4, 20):
-        loop.grower.provide(loss=breaks)
+    for calls_left[0] in (4, 20):
+        loop.grower.provide(loss=failing_loss)
         with pytest.raises(RuntimeError, match="no more"):
             loop.grower.step(step=MOMENT)
-        again = loop.saved()
-        assert all(torch.equal(saved[0][name], again[0][name]) for name in saved[0])
+        assert not differing(saved[0], loop.saved()[0])
         assert loop.trigger.decision is None and not loop.grower.events
     loop.grower.provide(loss=good)
-    assert same(loop.train(), whole)
+    assert same(loop.train(), uninterrupted)
 
 
-# Not in the part, whose attributes are restored when growth is undone.
+# Not an attribute of the part, because those are restored when growth is undone.
 CALLS: list[str] = []
 
 
 class Counting(Part):
-    """Records its calls around steps."""
+    """Records calls of its hooks around steps."""
 
     def before_step(self, grower: Any) -> None:
         CALLS.append("before_step")
@@ -236,16 +236,13 @@ def test_where_nothing_is_compared_the_smaller_network_trains_on_at_no_cost(sett
     assert decision is not None and not decision["grown"] and decision["gap"] is None
     assert decision["steps"] == [steps, 0] and decision["paid"] == steps / STEPS
     assert loop.network[0].out_features == 4 and not loop.grower.events
-    # By hand: the branch's batches, and then the loop's.
-    stays = Loop(True)
-    stays.trigger.next = lambda grower: None  # type: ignore[method-assign]
-    stays.train(MOMENT)
+    # By hand: train on the branch's batches, and then on the loop's.
+    by_hand = Loop(True)
+    by_hand.trigger.next = lambda grower: None  # type: ignore[method-assign]
+    by_hand.train(MOMENT)
     torch.manual_seed(MOMENT)
-    for x, y in batches(steps + 8, True, seed=1)[:steps]:
-        stays.optimizer.zero_grad()
-        F.mse_loss(stays.network(x), y).backward()
-        stays.optimizer.step()
-    assert same(stays.train(MOMENT + 20), loop)
+    by_hand.take_steps(batches(steps + 8, True, seed=1)[:steps])
+    assert same(by_hand.train(MOMENT + 20), loop)
 
 
 def count(network: nn.Module) -> int:
@@ -253,7 +250,7 @@ def count(network: nn.Module) -> int:
 
 
 class Batch(UserDict[str, Tensor]):
-    """A batch as transformers' collators make them, which no function of torch looks into."""
+    """A batch like those of transformers' collators, which is no pytree of torch."""
 
     def to(self, device: Any) -> "Batch":
         return Batch({name: tensor.to(device).clone() for name, tensor in self.items()}, moved=torch.ones(1))
@@ -283,7 +280,7 @@ def test_odds_of_language_models_are_those_of_their_tokens() -> None:
     assert decision["odds"] == pytest.approx(advice.odds if advice.choice == "full" else 1 - advice.odds)
 
 
-def test_a_loop_that_provides_nothing_is_asked_to() -> None:
+def test_missing_batches_or_steps_raise_an_error() -> None:
     loop = Loop(False)
     loop.grower.training = growlab.grower.triggers.Training()
     with pytest.raises(UserError, match="with the loop's batches and loss"):
@@ -323,10 +320,10 @@ class Module(lightning.LightningModule):
 
 
 def fit(folder: Path, resume: Path | None = None) -> tuple[Module, Controller]:
-    """Train for an epoch of 40 steps, behind which a checkpoint is saved, and another."""
+    """Train for two epochs of 40 steps with a checkpoint after each."""
     trigger = Controller(0.5, at=0.25, branch=0.03, total_steps=270)
     module, growth = Module(), growlab.Growth("network", method=PairGrowth(), trigger=trigger, verbose=False)
-    # Always the same batch: Lightning repeats an epoch that ended where it is resumed.
+    # All batches are equal, because Lightning repeats the epoch at whose end it is resumed.
     x, y = (column.repeat(40, 1).double() for column in batches(1, True)[0])
     saving = ModelCheckpoint(folder, save_on_train_epoch_end=True, save_top_k=-1)
     trainer = trainer_of(folder, growth, saving, max_epochs=-1, max_steps=80, enable_checkpointing=True)
@@ -342,6 +339,6 @@ def test_in_lightning_the_modules_own_step_trains_the_branches_and_a_resumed_run
     assert trigger.decision is not None and trigger.decision["gap"] is not None
     assert module.network[0].out_features == (24 if trigger.decision["grown"] else 12)
     assert {"log", "log_dict"}.isdisjoint(vars(module))
-    # The branch comes behind 68 steps.
+    # The branch comes after 68 steps.
     resumed, again = fit(tmp_path / "resumed", tmp_path / "whole" / "epoch=0-step=40.ckpt")
     assert same(resumed, module) and again.decision == trigger.decision

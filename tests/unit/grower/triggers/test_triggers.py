@@ -1,4 +1,4 @@
-"""Demands: when they say grow, and what they promise whatever happens; triggers that know every stage beforehand."""
+"""Demands, their decisions and guarantees; triggers whose stages are known beforehand."""
 
 from fractions import Fraction
 from math import inf, nan
@@ -41,22 +41,22 @@ def progress(rows: list[dict[str, Any]], **other: Any) -> Progress:
 
 
 @pytest.mark.parametrize(
-    ("losses", "wanted"),
+    ("losses", "grows"),
     [
         ([3.0, 2.0, 1.0], False),
         ([3.0, 1.0, 1.0], False),
         ([3.0, 1.0, 1.0, 1.0], True),
-        # Half a percent better is no improvement, two are one.
+        # 0.5 % is no improvement, 2 % is one.
         ([3.0, 1.0, 0.995, 0.993], True),
         ([3.0, 1.0, 0.98, 0.975], False),
         ([3.0, 1.0, 2.0, float("nan")], True),
         ([], False),
     ],
 )
-def test_plateau_grows_when_the_metric_stops_improving(losses: list[float], wanted: bool) -> None:
-    assert Plateau(patience=2, min_delta=0.01).wants(progress(rows("val_loss", *losses))) == wanted
+def test_plateau_grows_when_the_metric_stops_improving(losses: list[float], grows: bool) -> None:
+    assert Plateau(patience=2, min_delta=0.01).wants(progress(rows("val_loss", *losses))) == grows
     accuracies = rows("val_accuracy", *(4.0 - loss for loss in losses))
-    if losses and wanted:
+    if losses and grows:
         assert Plateau("val_accuracy", patience=2, min_delta=0.01).wants(progress(accuracies))
 
 
@@ -75,12 +75,12 @@ def test_expressivity_grows_when_little_is_within_reach() -> None:
     assert not demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9]))
     assert not demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9, 0.915]))
     assert demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9, 0.925]))
-    # Groups that have one are at full width already: the others need not wait.
+    # All measurable groups are at full width, so the others need not wait.
     assert demand.wants(progress([{}], bottlenecks={}, out_of_reach=[0.9, 1.0]))
 
 
 def test_a_network_without_measurable_channels_raises_an_error_before_training() -> None:
-    """Two layers put out the channels of its stream."""
+    """Its stream has two producing layers."""
     network = Around(
         lambda net, x: net.head((h := net.stem(x)) + net.branch(torch.relu(h))), stem=[3, 8], branch=[8, 8], head=[8, 2]
     )
@@ -111,15 +111,15 @@ def test_groups_with_the_largest_gradients_grow() -> None:
     demand = GradientNorm(1.0, groups="gradient", groups_fraction=0.5)
     seen = progress(rows("gradient_norm", 2.0, 1.0), steps_left=3, gradient_norms={"a": 0.1, "b": 0.2})
     assert demand.decide(seen, STEPS[0], STEPS) == {"a": 2, "b": 8}
-    # What has full width is not chosen, however large its gradient.
+    # A group at full width is not chosen, however large its gradient.
     assert demand.decide(seen, {"a": 2, "b": 16}, STEPS) == {"a": 4, "b": 16}
-    # When it is due, all catch up.
+    # At the last possible event all groups grow to full width.
     due = progress(seen.rows, steps_left=1, epoch=95, gradient_norms=seen.gradient_norms)
     assert demand.decide(due, {"a": 2, "b": 16}, STEPS) == STEPS[-1]
 
 
 class Whim(Demand):
-    """Wants what it is told to, epoch by epoch."""
+    """Returns the given wishes, epoch by epoch."""
 
     def __init__(self, wishes: list[bool], **other: Any) -> None:
         super().__init__(**other)
@@ -130,7 +130,7 @@ class Whim(Demand):
 
 
 def run(demand: Demand, total_epochs: int, flops: tuple[int, ...]) -> tuple[list[int], float]:
-    """Stage of each epoch, and the cost in percent, of a run by hand."""
+    """Simulate a run: return the stage of each epoch, and the cost in percent."""
     stages, stage, age = [], 0, 0
     for epoch in range(total_epochs):
         left = len(STEPS) - 1 - stage
@@ -171,7 +171,7 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
         return
     stages, cost = run(demand, total, flops)
     assert cost <= percent and stages[-1] == 3
-    # One epoch earlier it would have been exceeded, unless it began as soon as it may.
+    # Growing one epoch earlier would exceed the budget, unless growth began at the first possible epoch.
     begin = stages.index(1)
     if begin > max(1, every):
         earlier = [0] * (begin - 1) + stages[begin:] + [3]
@@ -179,7 +179,7 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: Plateau(metric="loss"), "metric must be val_loss"),
         (lambda: Plateau(patience=0), "patience must be at least 1"),
@@ -203,8 +203,8 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
         (lambda: Never(depth=1.5), r"must be above 0|must be a fraction of the blocks"),
     ],
 )
-def test_triggers_and_demands_reject_invalid_arguments(make: Any, told: str) -> None:
-    with pytest.raises((UserError, ValueError), match=told):
+def test_triggers_and_demands_reject_invalid_arguments(make: Any, message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
         make()
 
 

@@ -18,7 +18,7 @@ from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Averages, Depth
 from growlab.parts.hypernets import Hyperfan, emitted
 from growlab.widths import WidthGraph, trace
-from tests.cases import NETWORKS, outputs, roughen, widths_at
+from tests.cases import NETWORKS, outputs, roughen, tracked, train, widths_at
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 DTYPES = (torch.float64, torch.float32)
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def make(name: str, dtype: torch.dtype) -> nn.Module:
-    """A network of the tables whose norms have a tiny eps, which rescaling could not compensate in train mode."""
+    """A network of the table with a tiny eps in its norms, because rescaling cannot compensate eps in train mode."""
     network = NETWORKS[name].make(dtype)
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -75,7 +75,7 @@ def even_mlp(kind: dict, part: float = 0.25) -> Run:
     network = MLP(6, [16, 8, 24], 4).double()
     x = torch.randn(8, 6, dtype=torch.float64)
     run = Run(network, trace(network, x[:2]), x, Hyperfan(**kind), part)
-    # As after some training: all units of such a narrow network without biases may be dead.
+    # Biases as after some training, because without them all units of such a narrow network may be dead.
     for module in run.network.modules():
         if isinstance(module, nn.Linear):
             nn.init.uniform_(module.bias, -0.4, 0.4)
@@ -83,13 +83,13 @@ def even_mlp(kind: dict, part: float = 0.25) -> Run:
 
 
 def alternating(place: int) -> list[object]:
-    """Marks of two cases: one of them, in turns, is slow."""
+    """Marks of a pair of cases, of which one or the other is slow."""
     return [pytest.mark.slow if slow else [] for slow in (place == 2, place != 2)]
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),
-    # Each network with weights by layer, of all kinds in turn, or by chunks; each kind in both precisions.
+    # Each network with one of the kinds by layer, in turn, and with chunks; each kind in both precisions.
     [
         pytest.param(kind, name, DTYPES[(place // 4 + index) % 2], marks=marks)
         for place, name in enumerate(NAMES)
@@ -110,7 +110,7 @@ def test_the_function_is_preserved_and_the_plain_network_computes_it(kind: str, 
         after_train = outputs(run.network, x, True) * event.output_factor
         error, error_train = relative_error(before, after), relative_error(before_train, after_train)
         exact_after, noise_after = precise(run.network, run.x)
-        # Rounded weights in exact arithmetic: the rest is growth's error.
+        # In exact arithmetic with rounded weights, the rest is growth's error.
         assert relative_error(exact_before, exact_after * event.output_factor) <= ROUNDING[dtype] / 10
         # Arithmetic in float32 rounds too: more if outputs nearly cancel, and differently on other CPUs.
         rounding = 0.0 if dtype == torch.float64 else noise_before + noise_after
@@ -127,7 +127,7 @@ def test_the_function_is_preserved_and_the_plain_network_computes_it(kind: str, 
 
 @pytest.mark.parametrize("kind", ["layer", "chunk"])
 def test_an_event_in_emitted_weights(kind: str) -> None:
-    """Old entries times sqrt(C / C') if that is compensated, equal rows, opposite columns, free new corner."""
+    """Old entries are multiplied by sqrt(C / C'); new rows are equal, new columns opposite, the new corner free."""
     run = even_mlp({**KINDS[kind], "chunk_channels": 2, "rescale_layers_without_batch_norm": True}, 0.5)
     roughen(run.network)
     names = ("hidden.0", "hidden.2", "hidden.4", "classifier")
@@ -183,14 +183,14 @@ def test_new_weights_have_the_hyperfan_variance_at_the_new_widths(kind: str, rul
 
 
 def precise(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Outputs in float64 with the same weights, and the network's distance from them."""
+    """Outputs in float64 with the same weights, and the error of the network's own outputs."""
     exact = outputs(copy.deepcopy(network).double(), x.double(), False)
     return exact, relative_error(exact, outputs(network, x, False).double())
 
 
 @pytest.mark.parametrize("kind", ["layer", "chunk"])
-def test_regions_of_what_emits_take_rates_by_their_norms(kind: str) -> None:
-    """Rows and columns of H have births; the embedding's dimension follows them like a kernel."""
+def test_regions_of_emitting_weights_have_rates_by_their_norms(kind: str) -> None:
+    """Rows and columns of H have birth stages; the embedding's dimension follows like a kernel."""
     run = even_mlp({**KINDS[kind], "chunk_channels": 2}, 0.5)
     optimizer = SGD(run.network.parameters(), lr=0.1, rule=NormRatio())
     before = dict(run.state.widths)
@@ -202,16 +202,14 @@ def test_regions_of_what_emits_take_rates_by_their_norms(kind: str) -> None:
     part = "output.weight" if kind == "layer" else "weight"
     name = f"hidden.2.parametrizations.weight.0.{part}"
     parameter, old = named[name], named[name].detach().clone()
-    run.network(run.x).square().mean().backward()
-    optimizer.step()
+    train(run.network, optimizer, run.x)
     rows, columns = (4, 8) if kind == "layer" else (2, 8)
     young = torch.ones_like(old, dtype=torch.bool)
     young[:rows, :columns] = False
     assert young.any() and not young.all()
     factor = torch.where(young, old[young].norm() / old[~young].norm(), 1.0)
     torch.testing.assert_close(parameter.detach(), old - 0.1 * factor * parameter.grad)
-    tracked = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert {id(p) for p in named.values()} == tracked
+    assert {id(p) for p in named.values()} == set(tracked(optimizer))
 
 
 @pytest.mark.parametrize("kind", ["layer", "layer rescaled", "chunk"])
@@ -245,7 +243,7 @@ def test_widths_that_are_not_whole_chunks_raise_an_error() -> None:
 
 
 def test_new_channels_of_chunks_are_normalised_as_the_others_are() -> None:
-    """The same layer emits them at the same scale; with a running variance of 1 they would grow from layer to layer."""
+    """With running variances of 1, channels emitted by the same layer would grow larger from layer to layer."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for width in (8, *[16] * 12):
@@ -274,7 +272,7 @@ def test_new_channels_of_chunks_are_normalised_as_the_others_are() -> None:
     assert largest() < 10 * before
 
 
-# With blocks that come in, and resumed --------------------------------------------------------------------------
+# With inserted blocks --------------------------------------------------------------------------------------------
 
 
 def resnet() -> CifarResNet:
@@ -293,9 +291,7 @@ def test_inserted_blocks_get_new_hypernetworks(sharing: str, start: str) -> None
     for epoch in range(2):
         grower.step(epoch=epoch, step=epoch)
         before = [p.detach().clone() for p in grown.parameters()]
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(grown(x), torch.arange(8)).backward()
-        optimizer.step()
+        train(grown, optimizer, x, torch.arange(8))
     (event,) = grower.events
     receipt = event.notes
     assert len(receipt["inserted"]) >= 2 and event.parity_error_eval < 1e-12

@@ -22,6 +22,7 @@ from growlab.parts.hypernets import (
     parametrise,
 )
 from growlab.parts.hypernets.parametrise import initialise
+from tests.cases import train
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: MLP(20, [12, 12, 12], 10, activation="tanh"), (20,)),
@@ -52,12 +53,8 @@ def test_everything_is_trained_and_materialized_equal(network: str, sharing: str
     )
     parametrise(net, hypernet)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-    still = {name for name, p in net.named_parameters() if p.requires_grad and p.grad is None}
-    assert not still
+    train(net, optimizer, x, steps=2)
+    assert not [name for name, p in net.named_parameters() if p.requires_grad and p.grad is None]
     expected = net.eval()(x)
     copied = copy.deepcopy(net)
     assert torch.equal(copied(x), expected)
@@ -153,10 +150,10 @@ def test_noise_is_drawn_at_every_use_and_left_out_of_the_plain_network() -> None
 
 def test_an_emitted_tensor_can_be_assigned() -> None:
     net = parametrise(nn.Sequential(nn.Linear(5, 4)), Hypernet("layer", embedding_features=6))
-    wanted = torch.randn(4, 5)
+    assigned = torch.randn(4, 5)
     with torch.no_grad():
-        net[0].weight = wanted
-    torch.testing.assert_close(net[0].weight.detach(), wanted)
+        net[0].weight = assigned
+    torch.testing.assert_close(net[0].weight.detach(), assigned)
 
 
 @pytest.mark.parametrize("sharing", ["layer", "chunk"])
@@ -225,7 +222,7 @@ PAIRS = list(zip(INITIALISED, ("layer", "size", "network", "chunk"), strict=True
 
 
 def means(of_inputs: float, of_outputs: float) -> dict[str, float]:
-    """Variances by the fan-in and the fan-out, and their means."""
+    """Variances by fan-in and fan-out, and their means."""
     one, other = of_inputs, of_outputs
     of_both = {"harmonic": 2 * one * other / (one + other), "geometric": sqrt(one * other)}
     return {"in": one, "out": other, **of_both, "arithmetic": (one + other) / 2}
@@ -245,7 +242,7 @@ def variance_of(initialisation: str, j: int, i: int, *sizes: int) -> float:
     return alone.get(initialisation) or prod(gain * means(1, a / b)[mean] for a, b in pairwise(sizes))
 
 
-# Means are formulas alone: the small networks show them.
+# Means differ in their formulas alone, so that small networks suffice.
 MEANS = tuple(name for name in INITIALISATIONS if name.endswith(("geometric", "arithmetic")))
 
 
@@ -316,9 +313,9 @@ def test_weights_and_biases(init: str, gain: float) -> None:
         expected = ([gain / 120, gain / 2], [gain / 180, gain / 2])
     else:
         expected = ([gain / 90, gain * (1 - 60 / 90)], [gain / 40, 0.0])
-    for measured, wanted in zip((wide, narrow), expected, strict=True):
-        assert measured[0] == pytest.approx(wanted[0], rel=0.1)
-        assert measured[1] == pytest.approx(wanted[1], rel=0.25)
+    for measured, (weight, bias) in zip((wide, narrow), expected, strict=True):
+        assert measured[0] == pytest.approx(weight, rel=0.1)
+        assert measured[1] == pytest.approx(bias, rel=0.25)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +369,7 @@ def test_a_network_without_a_hypernetwork_has_the_initialisation_in_every_layer(
     [("hyperfan_harmonic", 0.4 / 0.9), ("hyperfan_geometric", sqrt(0.2)), ("hyperfan_arithmetic", 0.45)],
 )
 def test_means_of_the_variances_of_biases(init: str, expected: float) -> None:
-    """Of 1/2 by the fan-in and 1 - 60/100 = 0.4, or nothing, by the fan-out."""
+    """The variance is 1/2 by fan-in; by fan-out it is 1 - 60/100 = 0.4, or 0."""
     emissions = [Emission(60, 100, 2.0, True), Emission(100, 60, 2.0, True)]
     variances = [Initialisation(init).bias(emission, 4, 100) for emission in emissions]
     nothing = 0.125 if init == "hyperfan_arithmetic" else 0.0
@@ -413,15 +410,15 @@ def test_noise_on_embeddings_counts_as_variance() -> None:
 
 
 def test_the_output_layer_alone_has_a_gain_of_its_own() -> None:
-    """Four times the variance of the same draws: twice their numbers."""
-    plain, louder = (
+    """Four times the variance doubles the same draws."""
+    plain, doubled = (
         parametrise(MLP(6, [5, 5], 4), Hypernet(embedding_features=3, output_gain=gain), seed=7) for gain in (1.0, 4.0)
     )
     layers = [name for name, module in plain.named_modules() if hasattr(module, "weight") and "param" not in name]
     for name in layers:
         ratio = 2.0 if name == "classifier" else 1.0
         torch.testing.assert_close(
-            louder.get_submodule(name).weight, ratio * plain.get_submodule(name).weight, msg=name
+            doubled.get_submodule(name).weight, ratio * plain.get_submodule(name).weight, msg=name
         )
 
 

@@ -9,7 +9,7 @@ from growlab.parts.isotropic import ChiNorm, IsotropicActivation
 
 
 class Mixed(nn.Module):
-    """Layers with ReLU, isotropic layers, layers with ReLU, with or without normalisation of the first ones."""
+    """Isotropic layers between layers with ReLU, the first of which may be normalised."""
 
     def __init__(
         self, in_features: int, num_classes: int, width: int = 8, norm: str = "none", neurons: int = 6
@@ -31,5 +31,5 @@ class Mixed(nn.Module):
 
 
 def mixed(image_shape: Sequence[int], num_classes: int, width: int = 8, norm: str = "none", neurons: int = 6) -> Mixed:
-    """For `model._target_`."""
+    """Build a `Mixed` network; the arguments are those of `model._target_`."""
     return Mixed(torch.Size(image_shape).numel(), num_classes, width, norm, neurons)

@@ -31,7 +31,7 @@ from growlab.parts.isotropic import (
 from growlab.parts.isotropic.activations import GAINS, tanh_gain
 from growlab.parts.isotropic.spectrum import decompose, producers
 from growlab.widths import WidthGraph, rotate, trace
-from tests.cases import outputs, roughen
+from tests.cases import differing, outputs, roughen
 
 KINDS = list(GAINS)
 
@@ -45,7 +45,7 @@ def rotation(seed: int, n: int) -> Tensor:
     return torch.linalg.qr(drawn(seed, n, n))[0]
 
 
-def turned(matrix: Tensor, x: Tensor) -> Tensor:
+def rotated(matrix: Tensor, x: Tensor) -> Tensor:
     return torch.einsum("ij,bj...->bi...", matrix, x)
 
 
@@ -62,7 +62,7 @@ def test_activations_commute_with_every_rotation(kind, length, width, space, sca
     """f(R x) = R f(x), also with an intrinsic length, for vectors and for channels of images."""
     f, matrix = IsotropicActivation(kind, length).double(), rotation(seed, width)
     x = scale * drawn(seed + 1, 4, width, *space)
-    assert torch.allclose(f(turned(matrix, x)), turned(matrix, f(x)), rtol=1e-12, atol=1e-14 * scale)
+    assert torch.allclose(f(rotated(matrix, x)), rotated(matrix, f(x)), rtol=1e-12, atol=1e-14 * scale)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -70,10 +70,10 @@ def test_activations_commute_with_every_rotation(kind, length, width, space, sca
 def test_the_chi_normaliser_commutes_with_rotations_and_keeps_lengths_apart(training, space):
     matrix, x = rotation(0, 5), 3 * drawn(1, 6, 5, *space) + 2
     one, other = ChiNorm(5).double(), ChiNorm(5).double()
-    one(x), other(turned(matrix, x))  # running statistics of both
+    one(x), other(rotated(matrix, x))  # running statistics of both
     one.train(training), other.train(training)
     y = one(x)
-    assert torch.allclose(other(turned(matrix, x)), turned(matrix, y), atol=1e-12)
+    assert torch.allclose(other(rotated(matrix, x)), rotated(matrix, y), atol=1e-12)
     lengths = torch.linalg.vector_norm(y, dim=1)
     assert lengths.std() > 0.1
     if training:
@@ -86,7 +86,7 @@ def test_the_chi_normaliser_commutes_with_rotations_and_keeps_lengths_apart(trai
 def test_a_signed_length_commutes_and_has_the_norm_of_its_definition(kind, start):
     f = IsotropicActivation(kind, IntrinsicLength(start, "signed")).double()
     x, matrix = drawn(0, 6, 4), rotation(1, 4)
-    assert torch.allclose(f(turned(matrix, x)), turned(matrix, f(x)), rtol=1e-12)
+    assert torch.allclose(f(rotated(matrix, x)), rotated(matrix, f(x)), rtol=1e-12)
     square = (x.square().sum(1, keepdim=True) + start).abs()
     assert torch.allclose(f(x), GAINS[kind](square) * x)
     f(x).sum().backward()
@@ -155,7 +155,7 @@ def test_isotropic_tanh_is_the_papers():
     ],
 )
 def test_long_vectors_in_half_precision(kind, dtype, autocast):
-    """Norms of 1e-3 to 3e4: in float16 the square leaves its range at 256, which made the output 0, and at 1e-4."""
+    """Norms of 1e-3 to 3e4: in float16 squares overflow from 256 on and underflow at 1e-4."""
     x = torch.nn.functional.normalize(drawn(0, 6, 8)) * torch.logspace(-3, 4.5, 6).double()[:, None]
     x = x.to(dtype)
     f, exact = IsotropicActivation(kind, 0.3), IsotropicActivation(kind, 0.3).double()
@@ -180,7 +180,7 @@ def test_long_vectors_in_half_precision(kind, dtype, autocast):
     ],
 )
 def test_networks_in_half_precision_follow_those_in_single_precision(make, dtype, autocast):
-    """Inputs of norm 2000; normalisers, which did not run under autocast at all, keep the same statistics."""
+    """Inputs have norm 2000; normalisers keep the same statistics, also under autocast."""
     torch.manual_seed(0)
     network = make((3, 8, 8), 4, width=4, **({} if make is isotropic_nested else {"chi_norm": True}))
     half, x = copy.deepcopy(network), 300 * torch.randn(16, 3, 8, 8)
@@ -204,7 +204,7 @@ def test_a_blend_goes_from_the_identity_to_the_activation():
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["tanh", "leaky"])
-def test_a_nested_network_holds_the_dense_one(depth, kind):
+def test_a_nested_network_equals_the_dense_one(depth, kind):
     """Eqs. 39-45: one matrix product of the input, biases and all."""
     torch.manual_seed(0)
     dense = IsotropicMLP(6, [5, 4, 3][:depth], 2, kind, 0.2).double()
@@ -213,8 +213,8 @@ def test_a_nested_network_holds_the_dense_one(depth, kind):
 
 
 @pytest.mark.parametrize("make", [isotropic_mlp, isotropic_cnn])
-def test_a_gain_channel_changes_nothing_at_first_and_is_read_then(make):
-    """W f(x) + psi g + b with psi = 0 at first, which has a gradient; the last output channel is g."""
+def test_a_gain_channel_changes_nothing_at_first_and_gets_a_gradient(make):
+    """The output is W f(x) + psi g + b, with psi = 0 at first; the activation's last channel is g."""
     networks, x = [], torch.randn(5, 2, 8, 8)
     for gain_channel in (False, True):
         torch.manual_seed(0)
@@ -239,13 +239,12 @@ def test_the_nested_network_is_its_formula():
 
 
 def test_an_element_wise_twin_differs_only_in_the_activation():
-    names = {}
+    states = []
     for activation in ("tanh", "elementwise_tanh"):
         torch.manual_seed(0)
         network = isotropic_mlp((3, 4, 4), 10, width=6, depth=2, activation=activation, length=None)
-        names[activation] = network.state_dict()
-    assert names["tanh"].keys() == names["elementwise_tanh"].keys()
-    assert all(torch.equal(a, b) for a, b in zip(*(d.values() for d in names.values()), strict=True))
+        states.append(network.state_dict())
+    assert not differing(*states)
 
 
 def made(network: nn.Module, *shape: int) -> tuple[nn.Module, WidthGraph, Tensor]:
@@ -315,7 +314,7 @@ def test_partial_diagonalisation_and_its_inverse(name: str, training: bool) -> N
     ],
 )
 def test_full_diagonalisation_and_its_inverse(name: str, layer: str, training: bool) -> None:
-    """Wider than high, higher than wide, a 1x1 convolution out of a residual stream."""
+    """Wide matrices, tall matrices, and a 1x1 convolution that reads a residual stream."""
     network, graph, x = NETWORKS[name]()
     expected, before = outputs(network, x, training), copy.deepcopy(network.state_dict())
     chosen = next(one for one in graph.layers if one.name == layer)
@@ -351,7 +350,7 @@ def test_sparse_and_dense_again_compute_the_same(name: str) -> None:
     again = densify(sparse)
     for net in (sparse, again):
         assert torch.allclose(outputs(net, x, False), outputs(network, x, False), rtol=1e-10, atol=1e-10)
-    assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
+    assert not differing(state, network.state_dict())
     assert [type(m) for m in again.modules()] == [type(m) for m in network.modules()]
     assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in state.items()}
     diagonals = sum(isinstance(module, Diagonal) for module in sparse.modules())
@@ -390,7 +389,7 @@ def test_decomposition(shape: tuple[int, int]) -> None:
     assert (left.gather(0, left.abs().argmax(0, keepdim=True)) > 0).all(), "signs are not fixed"
     assert torch.equal(values, values.sort(descending=True)[0]) and len(values) == rows
     # The same function in another basis of the inputs: signs do not depend on V.
-    turned = torch.linalg.qr(torch.randn(shape[1], shape[1], generator=source).double())[0]
-    again = decompose(matrix.double() @ turned)[0]
+    basis = torch.linalg.qr(torch.randn(shape[1], shape[1], generator=source).double())[0]
+    again = decompose(matrix.double() @ basis)[0]
     rank = min(shape)
     assert torch.allclose(again[:, :rank], left[:, :rank], atol=1e-9)

@@ -28,6 +28,7 @@ from growlab.parts.isotropic import (
 from growlab.parts.isotropic.method import adaptable
 from growlab.parts.isotropic.part import gain_weights, readers
 from growlab.widths import tensors_of, trace
+from tests.cases import tracked, train
 from tests.unit.grower.test_grower import STEPS, Loop
 from tests.unit.grower.test_grower import batch as drawn
 from tests.unit.parts.isotropic.mixed import Mixed
@@ -40,7 +41,7 @@ METHODS = {
     "gradmax": lambda: GradMax(steps=1, fallback="pairs"),
 }
 SCHEDULE = {0: 0.5, 2: 0.75, 4: 1.0}
-# Neurons come and go.
+# Settings with which neurons are both added and removed.
 SETTINGS: dict[str, Any] = {"reserve_neurons": 2, "threshold": 0.5, "neurons_per_event": 2}
 
 
@@ -53,7 +54,7 @@ def momentum(network: nn.Module) -> torch.optim.Optimizer:
 
 
 def looped(method: Any, norm: str = "none", make: Any = momentum, **settings: Any) -> Loop:
-    """Epochs of three steps on a mixed network."""
+    """A loop with epochs of three steps on a mixed network."""
     torch.manual_seed(0)
     both = (parts.Averages(0.9), IsotropicLayers(**{**SETTINGS, **settings}))
     loop = Loop(make, lambda: Mixed(6, 3, 8, norm).double(), SCHEDULE, method=method, parts=both)
@@ -100,10 +101,10 @@ def test_each_event_keeps_its_promise_and_leaves_the_others_groups_alone(name: s
 
 @pytest.mark.parametrize(("epoch", "make"), [(2, lambda n: torch.optim.Adam(n.parameters(), 0.01)), (3, momentum)])
 def test_a_resumed_loop_equals_one_that_was_not_interrupted(epoch: int, make: Any) -> None:
-    whole = looped(VarianceTransfer(), "layer", make)
-    file = whole.train(epoch * STEPS).saved()
-    wanted = whole.train(6 * STEPS).everything()
-    assert looped(VarianceTransfer(), "layer", make).resume(file).train(6 * STEPS).everything() == wanted
+    uninterrupted = looped(VarianceTransfer(), "layer", make)
+    file = uninterrupted.train(epoch * STEPS).saved()
+    expected = uninterrupted.train(6 * STEPS).everything()
+    assert looped(VarianceTransfer(), "layer", make).resume(file).train(6 * STEPS).everything() == expected
 
 
 def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights() -> None:
@@ -170,12 +171,12 @@ def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dic
         average.update_parameters(network)
     state = make_seed(late, graph, method, graph.full_widths, 0)
     for widths in ((8, 9, 7), (4, 9, 6), (5, 7, 3)):
-        wanted = {**state.widths, **dict(zip(hidden, widths, strict=True))}
+        after = {**state.widths, **dict(zip(hidden, widths, strict=True))}
         leader, before = tensors_of(late, graph), state.as_dict()
-        leading = grow(late, graph, method, state, wanted, 0, (probe,))
+        leading = grow(late, graph, method, state, after, 0, (probe,))
         for network in (early, average.module):
             own = GrowthState.from_dict(before)
-            event = grow(network, graph, method, own, wanted, 0, (probe,), averaged=leader, averaged_event=leading)
+            event = grow(network, graph, method, own, after, 0, (probe,), averaged=leader, averaged_event=leading)
             assert event.carry.bases.keys() == leading.carry.bases.keys() != set()
             for group, basis in leading.carry.bases.items():
                 assert torch.equal(event.carry.bases[group], basis), group
@@ -196,15 +197,11 @@ def test_a_network_is_deepened_and_trained_on() -> None:
     new = deepen(network.hidden, 1)
     assert torch.allclose(network(x), before, rtol=1e-6)
     optimizer.add_param_group({"params": new})
-    assert {id(p) for p in network.parameters()} == {id(p) for g in optimizer.param_groups for p in g["params"]}
+    assert {id(p) for p in network.parameters()} == set(tracked(optimizer))
     old = [p.detach().clone() for p in new]
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(network(x), y)
-        loss.backward()
-        optimizer.step()
+    train(network, optimizer, x, y, steps=20)
     assert all(not torch.equal(a, b) for a, b in zip(old, new, strict=True)), "a part of the new layer does not learn"
-    assert loss < nn.functional.cross_entropy(before, y)
+    assert F.cross_entropy(network(x), y) < F.cross_entropy(before, y)
     # The deeper network is an isotropic network with three layers.
     graph = trace(network, x[:2], follow_norms=True)
     assert list(spectra(graph, tensors_of(network, graph), graph.full_widths)) == ["hidden.0", "hidden.2", "hidden.4"]
@@ -226,9 +223,7 @@ def test_layers_are_inserted_as_the_identity_and_learn() -> None:
     for epoch in range(6):
         grower.step(epoch=epoch)
         x, y = batch(epoch)
-        optimizer.zero_grad()
-        F.cross_entropy(grower.network(x.float()), y).backward()
-        optimizer.step()
+        train(grower.network, optimizer, x.float(), y)
     inserted = [one for event in grower.events for one in event.notes["inserted"]]
     assert [one["block"] for one in inserted] == ["hidden.2:4", "hidden.4:6", "hidden.6:8"]
     assert all(one["parity_error_eval"] < 1e-6 for one in inserted)
@@ -247,7 +242,7 @@ def test_layers_are_inserted_as_the_identity_and_learn() -> None:
 )
 def test_layers_that_cannot_be_inserted_raise_errors(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises((UserError, ValueError), match=message):
-        # The parts check the seed once training is known.
+        # `provide` makes the parts check the seed.
         deeper(*arguments).provide(lambda number: [], F.cross_entropy)
 
 
@@ -265,10 +260,7 @@ def trained(network: nn.Module, x: Tensor, y: Tensor, part: GainWeights | None, 
     grower = Grower(network, x[:2], method=Isotropic(first=10**6), trigger=ByMethod(), parts=parts)
     optimizer = make(network.parameters())
     grower.follow(optimizer)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(network(x), y).backward()
-        optimizer.step()
+    train(network, optimizer, x, y, steps)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -325,9 +317,7 @@ def test_neurons_that_go_leave_their_biases_in_constant_weights() -> None:
         changed = [not torch.equal(gain_weights(layer), old) for layer, old in zip(readers(network), psi, strict=True)]
         assert event is not None or not any(changed)
         psi = [gain_weights(layer).clone() for layer in readers(network)]
-        optimizer.zero_grad()
-        F.cross_entropy(network(x), y).backward()
-        optimizer.step()
+        train(network, optimizer, x, y)
         assert all(torch.equal(gain_weights(layer), old) for layer, old in zip(readers(network), psi, strict=True))
     assert any(min(e.widths_after.values()) < min(e.widths_before.values()) for e in grower.events)
 
@@ -346,21 +336,18 @@ def test_new_inputs_change_nothing_and_learn_from_the_first_step(convolution: bo
     x = torch.randn(shape, dtype=torch.float64)
     options = {"lr": 0.01, "momentum": 0.9} if optimizer == "SGD" else {"lr": 0.01}
     made = getattr(torch.optim, optimizer)(layer.parameters(), **options)
-    layer(x[:, :3]).square().mean().backward()
-    made.step()
+    train(layer, made, x[:, :3])
     key = "momentum_buffer" if optimizer == "SGD" else "exp_avg"
     known, before = made.state[layer.weight][key].clone(), layer(x[:, :3])
     change_inputs(layer, 2, made)
     assert torch.equal(made.state[layer.weight][key][:, :3], known)
     assert made.state[layer.weight][key].shape == layer.weight.shape
     assert torch.allclose(layer(x), before, rtol=1e-12)
-    made.zero_grad()
-    layer(x).square().mean().backward()
-    made.step()
+    train(layer, made, x)
     assert layer.weight[:, 3:].count_nonzero() == layer.weight[:, 3:].numel()
-    whole = layer(x * torch.tensor([1.0, 1, 1, 0, 0]).view(-1, *[1] * (x.dim() - 2)))
+    expected = layer(x * torch.tensor([1.0, 1, 1, 0, 0]).view(-1, *[1] * (x.dim() - 2)))
     change_inputs(layer, -2, made)
-    assert torch.allclose(layer(x[:, :3]), whole, rtol=1e-12)
+    assert torch.allclose(layer(x[:, :3]), expected, rtol=1e-12)
     assert [p.shape for group in made.param_groups for p in group["params"]] == [p.shape for p in layer.parameters()]
 
 

@@ -15,12 +15,12 @@ from growlab.parts.isotropic import Choices, IntrinsicLength, Isotropic, Isotrop
 from growlab.parts.isotropic.resize import COLUMNS, IMPORTANCES, watch
 from growlab.parts.isotropic.spectrum import decompose, producers, weights_of
 from growlab.widths import WidthGraph, replace_tensors, rotate, tensors_of, trace
-from tests.cases import outputs, roughen
+from tests.cases import differing, outputs, roughen, train
 from tests.unit.parts.isotropic.test_networks import OneByOne, rotation
 
 
 class Flattened(nn.Module):
-    """Convolutions, flattened: each channel is read at several positions."""
+    """Flattened convolutions: each channel is read at several positions."""
 
     def __init__(self, gain: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def fresh_state(graph: WidthGraph) -> GrowthState:
 
 
 def changed(network: nn.Module, graph: WidthGraph, group: str, width: int, x: Tensor, **options) -> nn.Module:
-    """A copy with a group of another width."""
+    """A copy of the network with another width of one group."""
     copied = copy.deepcopy(network)
     observed = watch(network, graph, (x,))
     change = change_width(
@@ -75,7 +75,7 @@ def changed(network: nn.Module, graph: WidthGraph, group: str, width: int, x: Te
 
 
 def silence(network: nn.Module, graph: WidthGraph, group: str, size: float, direction: int = 0) -> None:
-    """Give a direction of a group's channels, mixed over all of them, the singular value `size`."""
+    """Set the smallest singular value (or that at `direction`) of the weights that produce a group to `size`."""
     (layer,) = producers(graph, group)
     weight = dict(network.named_parameters())[layer.weight]
     left, values, right = decompose(weights_of(graph, group, tensors_of(network, graph), graph.full_widths))
@@ -110,7 +110,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("name", "group", "more", "choices"), CHANGES, ids=str)
 def test_exact_changes(name: str, group: str, more: int, choices: Choices) -> None:
-    """New neurons, with a bias if columns are zero or a gain is read; and neurons with nothing but a bias."""
+    """Adding neurons (with a bias if columns are zero or a gain is read), and removing neurons with only a bias."""
     network, graph, x = made(name)
     modes = [False, True]
     if more < 0:
@@ -131,8 +131,8 @@ def test_exact_changes(name: str, group: str, more: int, choices: Choices) -> No
         assert weight.shape[0] == graph.full_widths[group] + 3 and weight[-3:].count_nonzero() == 0
 
 
-def test_a_removed_bias_is_taken_up_on_average_without_a_gain_channel() -> None:
-    """With E[g] in the next biases alone an error remains."""
+def test_a_removed_bias_is_compensated_on_average_without_a_gain_channel() -> None:
+    """An error remains, because the next biases contain only E[g]."""
     network, graph, x = made("mlp gain")
     silence(network, graph, "hidden.0", 0.0)
     into = decompose(network.hidden[0].weight)[0][:, -1]
@@ -275,13 +275,10 @@ def test_a_signed_length_takes_up_and_gives_away_biases_below_0_too(start: float
 def test_a_constant_length_follows_removed_biases_and_no_optimizer() -> None:
     torch.manual_seed(0)
     network = IsotropicMLP(6, [5], 3, length=IntrinsicLength(0.2, "constant")).double()
-    x, graph = torch.randn(16, 6, dtype=torch.float64), None
+    x = torch.randn(16, 6, dtype=torch.float64)
     graph = trace(network, x[:2], follow_norms=True)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, weight_decay=0.5)
-    for _ in range(3):
-        optimizer.zero_grad()
-        network(x).square().mean().backward()
-        optimizer.step()
+    train(network, optimizer, x, steps=3)
     assert float(network.hidden[1].intrinsic_length) == pytest.approx(0.2)
     pruned = changed(network, graph, "hidden.0", 4, x)
     left = decompose(network.hidden[0].weight)[0]
@@ -317,7 +314,7 @@ def test_backwards_a_neuron_that_nothing_reads_leaves_its_mean_square_in_the_nor
     assert torch.allclose(outputs(pruned, 2 * x, False), outputs(network, 2 * x, False), rtol=1e-10)
 
 
-def test_backwards_the_least_of_what_nothing_reads_goes_first() -> None:
+def test_backwards_the_smallest_unread_direction_is_removed_first() -> None:
     network, graph, x = made("mlp")
     # Three logits read four neurons, so one direction is free; without two logits, three are.
     with torch.no_grad():
@@ -330,8 +327,8 @@ def test_backwards_the_least_of_what_nothing_reads_goes_first() -> None:
     assert errors == sorted(errors) and errors[0] < 0.5 * errors[-1], errors
 
 
-def test_corrections_and_stand_ins_help() -> None:
-    """Removing a neuron with a contribution: each option reduces the error, on other data too."""
+def test_each_compensation_reduces_the_error_of_removal() -> None:
+    """The removed neuron contributes to the output; the error is measured on other data."""
     network, graph, _ = made("mlp")
     fresh = torch.randn(256, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.5
     seen = torch.randn(256, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64) + 0.5
@@ -357,8 +354,8 @@ def test_equation_30_is_the_deletion_of_a_column() -> None:
     network, graph, x = made("mlp")
     left, values, _ = decompose(network.hidden[0].weight)
     following = network.hidden[2].weight @ left
-    whole, kept = torch.diag(values), torch.diag(values)[:4]
-    updated = following @ whole @ kept.T @ torch.linalg.inv(kept @ kept.T)
+    full, kept = torch.diag(values), torch.diag(values)[:4]
+    updated = following @ full @ kept.T @ torch.linalg.inv(kept @ kept.T)
     pruned = changed(network, graph, "hidden.0", 4, x)
     assert torch.allclose(pruned.hidden[2].weight, updated)
 
@@ -416,7 +413,7 @@ def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
     before = copy.deepcopy(network.state_dict())
     with pytest.raises(ParityError, match="was left as it was"):
         grow(network, graph, Isotropic(max_pruning_error=1e-9), state, narrower, 0, (x,))
-    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+    assert not differing(before, network.state_dict())
     event = grow(network, graph, Isotropic(), state, narrower, 0, (x,))
     assert event.parity_tolerance_eval is None and event.parity_error_eval > 0
     for group, entry in event.report.items():
@@ -441,13 +438,11 @@ def test_training_with_momentum_continues_unchanged(name: str, cls: type) -> Non
         for step in range(9):
             if network is grown and step in (3, 6):
                 # New neurons without weights on either side; then the same ones are removed.
-                wanted = {g: w + (2 if step == 3 else 0) for g, w in graph.full_widths.items()}
-                events.append(grow(network, graph, method, state, wanted, 0, (x,)))
+                after = {g: w + (2 if step == 3 else 0) for g, w in graph.full_widths.items()}
+                events.append(grow(network, graph, method, state, after, 0, (x,)))
                 widths = events[-1].widths_before, events[-1].widths_after
                 follow(optimizer, events[-1].replaced, graph, *widths, carry=events[-1].carry)
-            optimizer.zero_grad()
-            network(x).square().mean().backward()
-            optimizer.step()
+            train(network, optimizer, x)
     assert len(events) == 2 and optimizer.param_groups[1]["weight_decay"] == 0
     for training in (False, True):
         error = (outputs(grown, x, training) - outputs(alone, x, training)).abs().max()
@@ -455,7 +450,7 @@ def test_training_with_momentum_continues_unchanged(name: str, cls: type) -> Non
 
 
 def test_second_moments_are_what_uncorrelated_gradients_would_have() -> None:
-    """Var(U^T g) = U^2 Var(g); a new channel starts at the mean, so that its first steps are of usual size."""
+    """Var(U^T g) = U^2 Var(g); a new channel starts at the mean, so that its first steps have the usual length."""
     network, graph, x = made("mlp")
     state = fresh_state(graph)
     before = dict(graph.full_widths)
