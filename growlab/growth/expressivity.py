@@ -145,7 +145,7 @@ def moments(
 
     def visit(one: Pass) -> dict[str, Tensor]:
         loss, seen = one.loss, one.seen
-        gradients = torch.autograd.grad(loss, [seen[name].output for name in consumers])
+        gradients = torch.autograd.grad(loss, [seen[name].output for name in consumers], materialize_grads=True)
         slopes = dict(zip(consumers, gradients, strict=True))
         with arithmetic():
             means = {f"calls {name}": torch.tensor(float(seen[name].calls)).to(loss) for name in names}
@@ -187,7 +187,8 @@ def bottleneck(
         def visit(one: Pass, new: Any = new, read: Any = read, rows: Any = rows) -> dict[str, Tensor]:
             parameters, loss, seen = one
             outputs = [seen[name].output for name in names]
-            slopes = dict(zip(names, torch.autograd.grad(loss, outputs, retain_graph=True), strict=True))
+            found = torch.autograd.grad(loss, outputs, retain_graph=True, materialize_grads=True)
+            slopes = dict(zip(names, found, strict=True))
             gradients_of_incoming = {}
             for fans in groups:
                 if not len(new[fans.group]):

@@ -464,6 +464,25 @@ def theirs(seed: int, rate: float = RATE) -> float:
     return loss(model)
 
 
+def test_an_auxiliary_head_that_the_loss_does_not_read_grows_too() -> None:
+    """In train mode the network returns it after the main output, which alone enters the loss here."""
+
+    def forward(net: Around, x: Tensor) -> object:
+        z = torch.tanh(net.body(x))
+        main = net.head(torch.tanh(net.neck(z)))
+        return (main, net.auxiliary(torch.tanh(net.beside(z)))) if net.training else main
+
+    torch.manual_seed(0)
+    parts = {"body": [6, 8], "neck": [8, 8], "head": [8, 3], "beside": [8, 8], "auxiliary": [8, 3]}
+    network, x = Around(forward, **parts).double(), torch.randn(40, 6, dtype=torch.float64)
+    grower = Grower(network, x, method=Tiny(fallback="pairs"), trigger={0: 0.5, 1: 1.0})
+    grower.provide(lambda number: [(x, x[:, :3])] * number, nn.MSELoss())
+    (event,) = grower.step(epoch=1)
+    assert event["report"]["singular_values"]["beside"] == [0.0] * 4 and event["report"]["amplitude"] > 0
+    # New channels are drawn, and nothing reads them yet.
+    assert bool(network.beside.weight[4:].any()) and not bool(network.auxiliary.weight[:, 4:].any())
+
+
 @pytest.mark.parametrize("seed", [2, 4])
 def test_a_grown_network_trains_no_worse_than_one_that_never_grows(seed: int) -> None:
     """Seeds that end in NaN if new weights are not bounded, because S is nearly singular at the last event."""
