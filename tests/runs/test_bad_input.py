@@ -57,6 +57,8 @@ TABLE = {
     "model=mlp5 schedule.batch_size=auto schedule.max_memory_gib_per_device=1e-5": "not even 2 images on each device",
     "model=isotropic_mlp growth=isotropic lr_adapt=none schedule.batch_size=auto "
     "schedule.max_memory_gib_per_device=1": "schedule.batch_size=auto needs the widths of all epochs",
+    "schedule=gradient optimizer.momentum=0": "GradientNorm uses running gradients, which this optimizer does not keep",
+    "growth=isotropic growth.importance=gradient optimizer.momentum=0": "Isotropic uses running gradients",
     "plan.size=full": "there is no setting 'plan.size'.",
     "plan=default": "a run has no plan: leave plan=... out, or ask `growlab plan`.",
     "callbacks=early_stopping data.validation=test callbacks.early_stopping.monitor=test_loss": (

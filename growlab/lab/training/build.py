@@ -29,7 +29,7 @@ from growlab.base.ranks import gather
 from growlab.base.settings import left_out, not_none, parameters
 from growlab.grower import Grower, no_widths, trace_for_growth
 from growlab.grower.triggers import Never, Trigger
-from growlab.growth import GrowthMethod
+from growlab.growth import FixedSize, GrowthMethod
 from growlab.lab.analysis.identity import Identity, resume_settings, row_settings, settings_in
 from growlab.lab.data import CustomData, ImageData, RunData
 from growlab.lab.training import processes
@@ -43,6 +43,7 @@ from growlab.lab.training.loggers import close_loggers, run_name
 from growlab.lab.training.objectives import CustomObjective, Objective
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost, anneal_steps
 from growlab.lab.training.run import Experiment, provenance, quiet_libraries, run
+from growlab.optim import running_gradients
 from growlab.parts import Part
 from growlab.widths import WidthGraph
 
@@ -83,9 +84,9 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
     checkpoint, header = _resume(cfg, folder)
     with contextlib.ExitStack() as failing:
         # Reject invalid settings before reading data, which may take minutes.
-        for group in (cfg.growth, cfg.checkpoint, cfg.schedule.learning_rate, cfg.schedule.grow_when):
+        for group in (cfg.checkpoint, cfg.schedule.learning_rate):
             instantiate(group)
-        optimizer_maker(cfg)([nn.Parameter(torch.zeros(2, 2))])
+        _check_optimizer(cfg, instantiate(cfg.growth), instantiate(cfg.schedule.grow_when))
         data = make_data(cfg.data, cfg.seed)
         # Lightning tears data down only after a successful run.
         failing.callback(data.teardown, "test")
@@ -261,6 +262,22 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
         return optimizer
 
     return make_optimizer
+
+
+def _check_optimizer(cfg: DictConfig, method: GrowthMethod, demand: Any) -> None:
+    """Make and try the optimizer, which must keep running means of gradients if the method or the demand uses them."""
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    optimizer = optimizer_maker(cfg)([parameter])
+    using = [each for each in (method, demand) if getattr(each, "wants_gradients", False)]
+    if not using or isinstance(method, FixedSize):
+        return
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step(lambda: 0.0)
+    if not running_gradients(optimizer):
+        raise UserError(
+            f"{type(using[0]).__name__} uses running gradients, which this optimizer does not keep: set its momentum, "
+            "or choose another optimizer."
+        )
 
 
 def _learning_rate(cfg: DictConfig, knows_stages: bool, in_steps: bool) -> Any:
