@@ -187,8 +187,9 @@ class TokenPrediction(Objective):
         return total / count.clamp(min=1), torch.stack(sums)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Mean loss, accuracy and perplexity over tokens."""
+        """Mean loss, accuracy and perplexity over tokens; NaN without tokens."""
         loss, correct, nll, count = sums
+        count = count or math.nan
         try:
             perplexity = math.exp(nll / count)
         except OverflowError:
@@ -211,7 +212,7 @@ class CharacterPrediction(TokenPrediction):
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """Mean loss, accuracy, perplexity and bits per character."""
         _, _, nll, count = sums
-        return {**super().metrics(sums), "bits_per_character": nll / count / math.log(2)}
+        return {**super().metrics(sums), "bits_per_character": nll / (count or math.nan) / math.log(2)}
 
 
 class SubwordPrediction(TokenPrediction):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from growlab.base.errors import UserError
 from growlab.growth.outputs import network_inputs
 from growlab.lab.training.objectives import (
+    CharacterPrediction,
     Classification,
     CustomObjective,
     MultiLabel,
@@ -51,6 +52,14 @@ def test_metrics_are_means_over_all_tokens():
     assert metrics["accuracy"] == pytest.approx(accuracy, rel=1e-6)
     assert set(metrics) == set(objective.metric_names)
     assert objective.metrics([1e9, 0.0, 1e9, 1.0])["perplexity"] == math.inf
+
+
+def test_a_batch_without_tokens_counts_for_nothing():
+    logits, _ = tokens()
+    for objective in (TokenPrediction(padding=PADDING), CharacterPrediction(padding=PADDING)):
+        loss, sums = objective(logits, torch.full((4, 7), PADDING))
+        assert loss == 0
+        assert all(math.isnan(value) for value in objective.metrics(sums.tolist()).values())
 
 
 def test_inputs_are_cast_to_the_networks_precision_except_indices():
