@@ -149,4 +149,6 @@ class Odd(Dataset):
             "alone": torch.zeros(3),
             "words": ("a word", 0),
             "unnamed": {"a": torch.zeros(3), "b": torch.zeros(1)},
+            "objects": (object(), 0),
+            "ragged": (torch.zeros(2 + index % 2), 0),
         }[self.kind]

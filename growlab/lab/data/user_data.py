@@ -33,7 +33,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, first_line
 from growlab.base.settings import not_none, whole
 from growlab.lab.data.arrival import first_balanced, stratified_split
 from growlab.lab.data.cache import cache_dir, locked
@@ -157,7 +157,15 @@ class SamplePart:
                     _seed_all(seed)
                     samples.append(self.dataset[position])
             _seed_all(int(draws(positions[:1], COLLATE, *key)[0]))
-            return self.collate(samples)
+            try:
+                return self.collate(samples)
+            except (TypeError, RuntimeError) as error:
+                if self.collate is not default_collate:
+                    raise
+                raise UserError(
+                    f"samples do not fit into one batch ({first_line(error)}): let the data set's transform make "
+                    "tensors of one shape, or give a DataLoader with a collate_fn."
+                ) from error
 
     def inputs_and_target(self, batch: Any) -> tuple[Tensor, ...]:
         """Return (inputs..., target): floats as float32, uint8 images [B, C, H, W] in 0..1, integer targets int64."""

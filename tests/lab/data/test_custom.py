@@ -215,6 +215,8 @@ def test_hugging_face_data_sets(tmp_path: Any) -> None:
         (lambda: 3, {}, "train (int) is not a LightningDataModule, DataLoader"),
         (lambda: Odd("alone"), {}, "or a mapping with a target, of tensors, not (Tensor)"),
         (lambda: Odd("words"), {}, "not (tuple, Tensor): let the data set's transform"),
+        (lambda: Odd("objects"), {}, "samples do not fit into one batch (default_collate: batch must contain tensors"),
+        (lambda: Odd("ragged"), {}, "let the data set's transform make tensors of one shape"),
         (lambda: Odd("unnamed"), {}, "samples have the entries a, b and no target; set data.columns.target"),
         (lambda: {"test": Waves()}, {}, "no part to train on"),
         (lambda: Odd("alone", 0), {}, "train (Odd) is empty"),
