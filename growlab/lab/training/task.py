@@ -71,6 +71,8 @@ class Task(LightningModule):
         self._evaluated: dict[str, dict[str, Any]] = {}
         self._saved_sums: Tensor | None = None
         self._bad_step: Tensor | None = None
+        # Infinite by design, such as masks of -inf.
+        self._infinite = {name for name, buffer in self.network.named_buffers() if not buffer.isfinite().all()}
 
     @property
     def stage_widths(self) -> list[dict[str, int]]:
@@ -188,7 +190,8 @@ class Task(LightningModule):
 
     def check_weights(self) -> None:
         """Stop the run, before saving, if a weight or running statistic is not finite."""
-        tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point() or t.is_complex()}
+        state = {n: t for n, t in self.network.state_dict().items() if n not in self._infinite}
+        tensors = {n: t for n, t in state.items() if t.is_floating_point() or t.is_complex()}
         # The state dict also contains factors of hooks, which are on the CPU.
         finite = torch.stack([tensor.isfinite().all().to(self.device) for tensor in tensors.values()])
         finite = stacked(finite).all(0)

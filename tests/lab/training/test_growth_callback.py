@@ -101,9 +101,17 @@ def test_slopes_of_prelu_are_exempt_from_weight_decay() -> None:
     assert spared["params"] == list(task.network.slope.parameters())
 
 
+def test_a_mask_of_minus_infinity_is_no_failure() -> None:
+    network = torch.nn.Linear(8, 2)
+    network.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    task = Task(SimpleNamespace(network=network), *[None] * 3)
+    Task.check_weights(task)
+
+
 def test_a_complex_weight_that_is_nan_stops_the_run_too() -> None:
     network = torch.nn.Linear(2, 2, dtype=torch.cfloat)
     run: Any = SimpleNamespace(network=network, device="cpu", global_step=3, _not_finite=lambda what, step: what)
+    run._infinite = set()
     Task.check_weights(run)
     network.weight.data[0, 0] = complex(0, float("nan"))
     with pytest.raises(UserError, match=r"^weight was NaN or infinite after"):
