@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isclose
+from math import inf, isclose
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from growlab.grower.part import Part
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths, as_trigger
 from growlab.growth import GrowthMethod, HyperCloning, Net2Net
 from growlab.growth.outputs import evaluate, network_inputs
-from growlab.growth.parity import relative_error
+from growlab.growth.parity import ROUNDING, relative_error
 from growlab.optim.carry import rescale_state
 from growlab.optim.followers import replace_parameters
 from growlab.widths import Example, WidthGraph
@@ -327,32 +327,53 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
         return relative_error(expected.to(output), output) if output.shape == expected.shape else float("inf")
 
     least = error()
-    tolerance = 1e3 * torch.finfo(expected.dtype).eps
-    if least <= tolerance:
-        return {}
+    tolerance = max(_tolerance(network, expected), _tolerance(small, expected))
+    # In low precision a wrong factor may change less than rounding in a deep network does: take the best one.
+    close, best, chosen = min(tolerance, ROUNDING[torch.float32]), least, dict[str, tuple[Tensor, Tensor]]()
     for ratio in _computed_ratios(network, small, graph, grower.state.widths):
+        if best <= close:
+            break
         factors = dict[str, tuple[Tensor, Tensor]]()
-        originals = dict[nn.Parameter, Tensor]()
         weights = {layer.weight for layer in graph.layers}
         for name, parameter in network.named_parameters():
             roles = [axis.role for axis in graph.axes.get(name, ())]
             # The role of the gain in front of a tied table is "in".
             if roles == ["in"] or (roles == ["fixed", "out"] and name not in weights):
                 factor = parameter.new_tensor(ratio if roles == ["in"] else 1 / ratio)
-                factors[name], originals[parameter] = (factor, 1 / factor), parameter.detach().clone()
-                offset = graph.offsets.get(name, 0.0)
-                with torch.no_grad():
-                    parameter.add_(offset).mul_(factor).sub_(offset)
-        if error() <= tolerance:
-            return factors
+                factors[name] = (factor, 1 / factor)
+        originals = _rescaled(network, graph, factors)
+        if (found := error()) < best:
+            best, chosen = found, factors
         with torch.no_grad():
             for parameter, original in originals.items():
                 parameter.copy_(original)
+    if best <= tolerance:
+        _rescaled(network, graph, chosen)
+        return chosen
     raise UserError(
         f"the trained network's weights fit {type(network).__name__}, but its output differs by {least:.0e}: the two "
         "differ in more than widths and layers, such as the head dimension or a factor that the code computes from "
         "its width."
     )
+
+
+def _rescaled(
+    network: nn.Module, graph: WidthGraph, factors: Mapping[str, tuple[Tensor, Tensor]]
+) -> dict[nn.Parameter, Tensor]:
+    """Multiply parameters by the first factor of each, and return their original values."""
+    named, originals = dict(network.named_parameters()), dict[nn.Parameter, Tensor]()
+    with torch.no_grad():
+        for name, (factor, _) in factors.items():
+            parameter, offset = named[name], graph.offsets.get(name, 0.0)
+            originals[parameter] = parameter.detach().clone()
+            parameter.add_(offset).mul_(factor).sub_(offset)
+    return originals
+
+
+def _tolerance(network: nn.Module, output: Tensor) -> float:
+    """Relative difference of outputs that rounding explains, by the least precise dtype of parameters and output."""
+    dtypes = {output.dtype, *(p.dtype for p in network.parameters() if p.is_floating_point())}
+    return max(min(1e3 * torch.finfo(dtype).eps, ROUNDING.get(dtype, inf)) for dtype in dtypes)
 
 
 def _warn_of_unknown_outputs(network: nn.Module, graph: WidthGraph, widths: Widths) -> None:
@@ -402,24 +423,19 @@ def anneal_if_uniform(grower: Any) -> bool:
         return not weights
     expected = evaluate(grower.network, grower.probe())
     grower.anneal(1.0)
-    if _differs(expected, evaluate(grower.network, grower.probe())):
+    if relative_error(expected, evaluate(grower.network, grower.probe())) > _tolerance(grower.network, expected):
         # Equal weights still change sums and norms over channels.
         state.norm_weights, state.norm_progress = weights, progress
         grower.anneal(progress)
     return not state.norm_weights
 
 
-def _differs(expected: Tensor, found: Tensor) -> bool:
-    return relative_error(expected, found) > 1e3 * torch.finfo(found.dtype).eps
-
-
 def anneal_at_once(grower: Any, method: GrowthMethod) -> None:
     """Make the normalisations of a trained network plain; raise a UserError if that changes its outputs."""
     expected = evaluate(grower.network, grower.probe())
     grower.anneal(1.0)
-    found = evaluate(grower.network, grower.probe())
-    if _differs(expected, found):
-        error = relative_error(expected, found)
+    error = relative_error(expected, evaluate(grower.network, grower.probe()))
+    if error > _tolerance(grower.network, expected):
         raise UserError(
             f"{method.name} widens a trained stream under layer or RMS normalisation so that plain normalisations "
             f"would change the output by {error:.0e}: grow it by a whole factor with HyperCloning or Net2Net, or use "

@@ -440,6 +440,21 @@ def test_a_factor_that_code_computes_from_the_width_moves_into_weights_and_momen
     assert len(grower.events) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_factor_that_code_computes_from_the_width_is_found_in_low_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    small, wide, inputs = Scaled(16).to(dtype), Scaled(32).to(dtype), {"input_ids": TOKENS}
+    assert Grower.from_trained(small, wide, inputs, method=HyperCloning()).moved_factors
+    assert same(small, wide, inputs) < 16 * torch.finfo(dtype).eps
+
+
+def test_a_trained_network_is_rounded_to_the_precision_of_the_large_one() -> None:
+    small, wide, inputs = Scaled(16, as_number=True), Scaled(32, as_number=True).bfloat16(), {"input_ids": TOKENS}
+    small.scale = wide.scale = 4.0
+    Grower.from_trained(small, wide, inputs, method=HyperCloning())
+    assert 0 < same(small, wide, inputs) < 0.1
+
+
 def test_width_and_depth_grow_separately() -> None:
     small, optimizer = trained(residual, IMAGES)
     wide = residual(32, 4)
