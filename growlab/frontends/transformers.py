@@ -48,7 +48,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         trigger: the next widths, and when to grow; see `growlab.Grower`. Batch sizes stay the Trainer's.
         parts: features besides growing; see `growlab.parts`.
         example: the network's input, tuple of positional inputs or dict of inputs, [B, ...] with B >= 2; None: the
-            model's `dummy_inputs`.
+            model's `dummy_inputs`, which models of text have.
         seed: seed of all random draws of growth.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
@@ -119,8 +119,9 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         network = model.get_submodule(self._network)
         example = self._example
         if example is None:
-            inputs = getattr(network, "dummy_inputs", None)
-            if inputs is None:
+            inputs = getattr(network, "dummy_inputs", None) or {}
+            # Those of most models for images and sound are of text.
+            if not inputs or getattr(network, "main_input_name", next(iter(inputs))) not in inputs:
                 raise UserError(f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input.")
             example = as_example(network, (), inputs)
         prefix = self._network and f"{self._network}."

@@ -285,5 +285,9 @@ def test_resuming_into_another_folder_needs_the_checkpoints_folder(uninterrupted
 def test_unsupported_triggers_and_settings_raise_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the Trainer knows only epochs and steps"):
         Growth(trigger=At({0: 0.5, 1: 1.0}, unit="cost"))
+    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vit = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+    with pytest.raises(UserError, match="give Growth an example of its input"):
+        trainer_runs.trained(tmp_path, vit, DATA, Growth(trigger={0: 0.5, 1: 1.0}))
     with pytest.raises(UserError, match="restore_callback_states_from_checkpoint"):
         run(tmp_path, restore_callback_states_from_checkpoint=True, save_strategy="no")
