@@ -40,7 +40,7 @@ def forward_flops(model: nn.Module, sample: Example) -> int:
 
 
 def _formulas(known: Mapping[Any, Callable[..., int]]) -> dict[Any, Callable[..., int]]:
-    """FLOP formulas that torch's counter lacks: products with vectors, bilinear layers, complex numbers.
+    """FLOP formulas that torch's counter lacks: products with vectors, bilinear layers, cuDNN's LSTMs, complex numbers.
 
     In torch 2.11 also attention on a CPU, and shared keys and values on any device.
     """
@@ -50,6 +50,7 @@ def _formulas(known: Mapping[Any, Callable[..., int]]) -> dict[Any, Callable[...
         aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
         aten.addbmm: lambda _, one, other, *__, **___: 2 * one.numel() * other.shape[-1],
         aten._trilinear: _trilinear,
+        aten._cudnn_rnn: _recurrent,
         # Tokens sorted by expert, times the expert's matrix.
         aten._grouped_mm: lambda tokens, matrices, *_, **__: 2 * tokens.numel() * matrices.shape[-1],
         **dict.fromkeys(
@@ -76,6 +77,11 @@ def _complex(formula: Callable[..., int], first: Tensor, *args: Any, **kwargs: A
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Scores and weighted sums; several heads may share keys and values."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _recurrent(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    """LSTM, GRU and RNN of cuDNN, all layers and directions: each token is multiplied by each matrix."""
+    return 2 * x[..., 0].numel() * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def _trilinear(

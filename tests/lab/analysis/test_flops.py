@@ -62,6 +62,29 @@ def test_layers_that_torch_fuses_are_counted(layer: nn.Module, shape: tuple[int,
     assert torch.backends.mha.get_fastpath_enabled() == fused
 
 
+class OnGpu(nn.Module):
+    """An LSTM as the operation that it is on a GPU, on meta tensors."""
+
+    def __init__(self, lstm: nn.LSTM) -> None:
+        super().__init__()
+        self.lstm = lstm.to("meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = partial(torch.empty, device="meta")
+        layers, lstm = self.lstm.num_layers * 2, self.lstm
+        states = made(layers, x.shape[1], lstm.proj_size), made(layers, x.shape[1], lstm.hidden_size)
+        sizes = lstm.hidden_size, lstm.proj_size, lstm.num_layers
+        weights = lstm._flat_weights
+        settings = (False, 0.0, False, True, [], made(0))
+        return torch._cudnn_rnn(x, weights, len(lstm.all_weights[0]), None, *states, 2, *sizes, *settings)[0]
+
+
+def test_an_lstm_costs_the_same_on_a_gpu() -> None:
+    lstm, x = nn.LSTM(5, 8, 2, bidirectional=True, proj_size=3), torch.randn(7, 2, 5)
+    on_cpu = forward_flops(lstm, x)
+    assert forward_flops(OnGpu(lstm), x.to("meta")) == on_cpu > 0
+
+
 COMPLEX = torch.complex64
 
 
