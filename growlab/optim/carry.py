@@ -157,6 +157,23 @@ def follow_once(
         optimizer._numel_cache = None
 
 
+@on_cpu
+def reset_replaced(optimizer: Any, replaced: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Replace parameters, given as (old, new) by name, in an optimizer, and reset the state of these alone."""
+    places = {id(old): (name, new) for name, (old, new) in replaced.items()}
+    mapping = _StateMap(optimizer, places, (WidthGraph({}, {}, (), (), frozenset(), 0), {}, {}), "reset", None)
+    state, made_once = getattr(optimizer, "state", {}), any(True for _ in inside(optimizer))
+    for old, new in replaced.values():
+        kept = state.pop(old, None)
+        if made_once and kept is not None:
+            state[new] = mapping.mapped(old, kept)
+    replace_in_groups(optimizer, {key: new for key, (_, new) in places.items()}, mapping.mapped)
+    if isinstance(optimizer, torch.optim.LBFGS) and replaced:
+        # Its state is that of all parameters together.
+        state.clear()
+        optimizer._numel_cache = None
+
+
 class _StateMap:
     """Maps an optimizer's state of parameters through one growth event; for the arguments see `follow_once`."""
 

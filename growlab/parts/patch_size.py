@@ -18,6 +18,7 @@ from growlab.grower.triggers.at import Never
 from growlab.growth import GrowthEvent, GrowthState
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
+from growlab.optim.carry import reset_replaced
 from growlab.widths import Axis, WidthGraph, replace_tensors
 from growlab.widths.groups import Part as Run
 from growlab.widths.meta import copied, named_tensors
@@ -118,9 +119,10 @@ class PatchSize(BlockPart):
         grower.graph = grower.graph_at(grower.state)
         for network in (grower.network, *grower.copies().values()):
             self._stem.resample(network, grower.graph, size)
-        for name, parameter in grower.network.named_parameters():
-            for optimizer in grower.optimizers if parameter is not past[name] else ():
-                getattr(optimizer, "state", {}).pop(past[name], None)
+        pairs = {name: (past[name], parameter) for name, parameter in grower.network.named_parameters()}
+        replaced = {name: (old, new) for name, (old, new) in pairs.items() if new is not old}
+        for optimizer in grower.optimizers:
+            reset_replaced(optimizer, replaced)
         grower.followers.exchange(past)
         after = evaluate(grower.network, grower.probe())
         if before.shape != after.shape:

@@ -221,6 +221,44 @@ def test_each_stage_is_the_ordinary_network_with_its_value(case: str) -> None:
     assert type(growing.finish()) is type(plain) and read(growing.network, case) == values[-1]
 
 
+class Slow(torch.optim.Optimizer):
+    """Pulls weights back to slow copies, which it makes in its constructor only, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, {}
+        self.state = {p: {"slow": p.detach().clone()} for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.copy_(self.state[parameter]["slow"].lerp_(parameter, 0.5))
+
+
+@pytest.mark.parametrize("make", [lambda ps: Slow(torch.optim.AdamW(ps)), torch.optim.LBFGS], ids=["wrapper", "LBFGS"])
+def test_optimizers_with_state_of_their_own_continue_with_smaller_patches(make: Any) -> None:
+    growing = grower("timm")
+    network = growing.network
+    optimizer = make(list(network.parameters()))
+    growing.follow(optimizer)
+
+    def closure() -> Tensor:
+        network.zero_grad()
+        loss = F.cross_entropy(network(IMAGES), LABELS)
+        loss.backward()
+        return loss
+
+    for epoch in range(2):
+        growing.step(epoch=epoch)
+        if isinstance(optimizer, Slow):
+            for p in network.parameters() if epoch else ():
+                assert optimizer.state[p]["slow"].shape == p.shape
+            assert torch.equal(optimizer.state[network.pos_embed]["slow"], network.pos_embed)
+        before = network.pos_embed.detach().clone()
+        optimizer.step(closure)
+        assert not torch.equal(before, network.pos_embed)
+
+
 def test_an_encoder_may_output_one_vector_per_token() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=4)
