@@ -39,7 +39,8 @@ class Controller(Trigger):
     on, at no cost.
 
     The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; in your own loop
-    call `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or learning rate.
+    call `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or learning rate, and
+    neither clip nor accumulate gradients: each takes one batch.
 
     Args:
         width: width of every group of the smaller network, as a fraction; parts may leave out blocks as well.
