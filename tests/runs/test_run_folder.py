@@ -122,7 +122,7 @@ def test_a_killed_run_does_not_keep_results_of_an_earlier_one(
 
 def test_only_results_are_removed(tmp_path: Path) -> None:
     kept = ("metrics.csv", "config.yaml", "notes.txt", "mine.pt")
-    for name in (*kept, "results.json", "report.html", "model.pt", "model_ema.pt"):
+    for name in (*kept, "results.json", "report.html", "model.pt", "model_ema.pt", "steps.csv", "layers.csv"):
         (tmp_path / name).touch()
     (tmp_path / "pretrained_ema").mkdir()
     (tmp_path / "pretrained_ema" / "config.json").touch()

@@ -36,8 +36,8 @@ _POLL_SEC = 0.1
 # Paths that Hydra needs no quotes for.
 _PLAIN = re.compile(r"[\w.@%+-]*/[\w./@%+-]*", re.ASCII)
 
-# Files and folders that a run writes at its end.
-_RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
+# Files and folders that a run writes at its end, and records that only some runs write.
+_RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*", "steps.csv", "layers.csv")
 # File descriptors of locked folders.
 _LOCKED: set[int] = set()
 
