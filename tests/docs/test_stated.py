@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT
-from tests.docs import blind, blind_fifth, blind_fourth, blind_second, blind_third
+from tests.docs import blind
 from tests.docs.stated import ISOTROPIC, MEASURED, README, ROWS, Stated, plain, stated
 from tests.docs.stated_rows import more
 from tests.docs.test_numbers import COSTS, PAGES, prose
 from tests.docs.test_prose import markdown_of
 
-ROUNDS = (blind, blind_second, blind_third, blind_fourth, blind_fifth)
-STATED = [*stated(), *more(), *(one for of_round in ROUNDS for one in of_round.stated())]
+STATED = [*stated(), *more(), *blind.stated()]
 
 
 def text_of(page: str) -> str:
@@ -23,6 +22,11 @@ def text_of(page: str) -> str:
 @pytest.mark.parametrize("one", STATED, ids=lambda one: f"{one.page.rpartition('/')[2]}: {one.template[:40]}")
 def test_a_sentence_has_the_numbers_of_its_runs(one: Stated) -> None:
     assert one.text in text_of(one.page), f"{one.page} has no {one.text!r}"
+
+
+@pytest.mark.parametrize("one", blind.rounds().values(), ids=lambda one: one.name)
+def test_the_table_of_a_round_of_pairs_is_that_of_its_runs(one: blind.Round) -> None:
+    assert (blind.folder_of(one.name) / "table.md").read_text(encoding="utf-8") == blind.table_of(one)
 
 
 # Results to find on every page: numbers with a point or an exponent, and integers with a unit.

@@ -50,7 +50,7 @@ def test_the_packages_cases_are_those_of_the_stored_runs(capsys: pytest.CaptureF
     head, *of_runs = capsys.readouterr().out.splitlines()
     pairs = [
         case
-        for name in ("plan", "blind", "blind_second", "blind_third", "blind_fourth", "blind_fifth")
+        for name in ("plan", "blind", "blind_second", "blind_third", "blind_fourth", "blind_fifth", "blind_sixth")
         for case in _pairs(RESULTS / name)
     ]
     _, *of_pairs = written(pairs).splitlines()
