@@ -1,7 +1,7 @@
 """Scores of the odds on pairs of a network and a budget that were written down before training: results/blind*.
 
 `python -m tests.docs.blind` prints the tables and paragraphs of the page guide/odds.md; with `--write` it writes
-`table.md` of each round.
+`accuracy.md` of each round.
 """
 
 import csv
@@ -212,10 +212,11 @@ def pair_lines(one: Round) -> list[tuple[str, ...]]:
 
 
 def table_of(one: Round) -> str:
-    """Text of a round's `table.md`."""
+    """Text of a round's `accuracy.md`."""
     seeds = {len(by_seed) for pair in one.pairs for by_seed in pair.accuracy.values()}
     head, *lines = pair_lines(one)
-    note = f"Test accuracy in percent (for text, of the next character), mean over {' or '.join(map(str, sorted(seeds)))} seeds:"
+    numbers = " or ".join(map(str, sorted(seeds)))
+    note = f"Test accuracy in percent (for text, of the next character), mean over {numbers} seeds:"
     return f"{note}\n\n{as_table(head, lines)}\n"
 
 
@@ -249,7 +250,7 @@ def inputs() -> tuple[str, ...]:
 
 
 def recurrent() -> tuple[str, ...]:
-    """Accuracy that the LSTM and the GRU gain by growth in width, over the full network drawn like a seed and the half."""
+    """Accuracy that growth gains in the LSTM and the GRU, over the full network drawn like a seed and over the half."""
     of_both = [pair for pair in rounds()["first"].pairs if pair.row["family"].startswith(("lstm", "gru"))]
     return tuple(f"{pair.gap('grown', arm):.1f}" for arm in ("drawn", "smaller") for pair in of_both)
 
@@ -305,21 +306,21 @@ GROWN_HEAD = (
     "Brier score",
 )
 FEW = (
-    "With at most 10 samples per parameter, half the network was better in {} pairs, on text in {}. In this range always "
-    "training the half did as well as the odds or better, but for the second round."
+    "With at most 10 samples per parameter, half the network was better in {} pairs, on text in {}: in this range, "
+    "always training the half is as good a rule as the odds. In the first, fourth and fifth round it lost less."
 )
 SIXTH = (
-    "**Over a wider range the odds were better than either rule.** The sixth round has images with 1 to 90 samples per "
-    "parameter, and text with 3 to 200. The odds were right in {} pairs and chose a network that is {} points below "
+    "**Over a wider range the odds were better than either rule.** The sixth round has images with 1 to 90 samples per"
+    " parameter, and text with 3 to 200. The odds were right in {} pairs and chose a network that is {} points below "
     "the better on average, and {} at most; always the full network, {} and {}; always the half, {} and {}. Wrong "
-    "choices were expected to add {} % to the error, and added {} %. Their Brier score had been hoped to be 0.12: it "
-    "suffers most from a network on 1,300 digits of 8x8 pixels, each seen a hundred times, where the half was better "
-    "against odds of 0.06."
+    "choices were expected to add {} % to the error, and added {} %. The Brier score was to be at most 0.12 and is "
+    "not: the costliest pair is a network on digits of 8x8 pixels, each of them seen about a hundred times, whose half"
+    " was better against odds of 0.06."
 )
 SECOND = (
     "In the second round another rule was written down, which took from the nearest cases the network with the least "
-    "expected error. It chose to grow in {} of the {} pairs with at most 10 samples per parameter, was right in {}, and "
-    "has been dropped. The odds of that round were computed afterwards, from the 33 cases known before it."
+    "expected error. It chose to grow in {} of the {} pairs with at most 10 samples per parameter, was right in {}, "
+    "and has been dropped. The odds of that round were computed afterwards, from the 33 cases known before it."
 )
 ALL = (
     "All pairs are cases of `growlab plan` now. With each family left out in turn, the odds predict the better network "
@@ -344,11 +345,11 @@ CONTROLLED = (
     "`Controller` grew in {} of {} runs of the first round, because a grown network is still behind so soon after the "
     "event. It ended {} points from its smaller network trained on without growth (95 % interval {}), at most 0.3 "
     "points below it in {} pairs, and {} below in the worst. In the third round it grew in {} of {} runs and ended {} "
-    "points from that network ({}), at most 0.3 below it in {} pairs; in the worst, {} below, an RNN trained for so few "
-    "steps that two branches of at least four took far more than their share. Since then nothing is compared where a "
-    "branch has fewer than four steps or the odds of the full network are below 0.2, and branches take 2 % of the cost, "
-    "no longer 2.5. So it grew in {} of {} runs of the fourth round and ended {} points from that network ({}), at most "
-    "0.3 below it in {} pairs, and {} below in the worst."
+    "points from that network ({}), at most 0.3 below it in {} pairs; in the worst, {} below, an RNN trained for so "
+    "few steps that two branches of at least four took far more than their share. Since then nothing is compared where"
+    " a branch has fewer than four steps or the odds of the full network are below 0.2, and branches take 2 % of the "
+    "cost, no longer 2.5. So it grew in {} of {} runs of the fourth round and ended {} points from that network ({}), "
+    "at most 0.3 below it in {} pairs, and {} below in the worst."
 )
 OF_CASES = (
     "following the odds costs {} % more error than always choosing the better network; always training the half costs "
@@ -397,7 +398,7 @@ def stated() -> list[Stated]:
 if __name__ == "__main__":
     if "--write" in sys.argv:
         for each in rounds().values():
-            (folder_of(each.name) / "table.md").write_text(table_of(each), encoding="utf-8")
+            (folder_of(each.name) / "accuracy.md").write_text(table_of(each), encoding="utf-8")
     else:
         for table in ((ODDS_HEAD, odds_lines()), (REGRET_HEAD, regret_lines()), (GROWN_HEAD, grown_lines())):
             print(as_table(*table), end="\n\n")

@@ -31,7 +31,9 @@ def test_the_packages_cases_favour_small_networks_for_few_samples_and_full_ones_
     odds = [advise(10**6, samples=ratio * 10**6, smaller=0.3).odds for ratio in (0.05, 0.3, 1.0)]
     assert odds[0] >= odds[1] > odds[2] > 0.5
     known = read_cases()
-    families = check([case for case in known if not case.case.startswith(("blind_fourth", "blind_fifth", "blind_sixth"))])
+    families = check(
+        [case for case in known if not case.case.startswith(("blind_fourth", "blind_fifth", "blind_sixth"))]
+    )
     assert families.cases == 61 and families.right >= 52 and families.brier < 0.11
     families = check(known)
     assert (families.cases, families.right, round(families.brier, 4)) == (121, 102, 0.1149)
