@@ -62,8 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         return _widen_named(args)
     if args.weights is not None:
         raise UserError(
-            f"{args.weights} needs the name of its network, torchvision/NAME or timm/NAME, not {args.model}; a folder "
-            "takes no WEIGHTS."
+            f"{args.weights} is given as WEIGHTS, but {args.model} is no torchvision/NAME or timm/NAME: a folder takes "
+            "no WEIGHTS."
         )
     settings = (args.width, args.depth, args.method, args.parts.split(","), args.seed, args.noise)
     report(args.out, widen_folder(Path(args.model), args.out, *settings))

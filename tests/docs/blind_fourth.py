@@ -51,7 +51,7 @@ CONTROLLED = (
     "without growth ({}), at most 0.3 points below it in {} of 12 pairs, and {} points below in the worst."
 )
 OF_CONTROLLER = (
-    "`Controller`, as it is since, ended at most 0.3 points below its smaller network that never grows in {} of 12 "
+    "The present `Controller` ended at most 0.3 points below its smaller network that never grows in {} of 12 "
     "pairs of the fourth round. It grew in {} of {} runs: it guards against a loss more than it finds a gain."
 )
 HEAD = "| network and data | samples per parameter | odds of half | full | half | grown | `Controller` | never grown |"
