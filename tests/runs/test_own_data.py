@@ -98,5 +98,5 @@ def test_the_guides_example_runs_as_written(cli: CommandLine, tmp_path: Path) ->
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(block)
     cli.done("-cd", "conf", "experiment=waves", *STAGES, "hydra.run.dir=files", cwd=tmp_path)
-    results = json.loads((tmp_path / "files" / "results.json").read_text())
+    results = read_results(tmp_path / "files")
     assert results["metric"] == {"name": "rmse", "higher_is_better": False}
