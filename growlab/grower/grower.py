@@ -236,8 +236,9 @@ class Grower(LoadingNetwork):
             settings: further arguments of `Grower`.
 
         Raises:
-            UserError: the small network's tensors fit no widths of the large one, their outputs differ with the same
-                weights, or the outputs would change once normalisations are plain.
+            UserError: the small network's tensors fit no widths of the large one, or their outputs differ with the same
+                weights. `step` raises one if outputs would change once normalisations are plain, as after growth of a
+                stream under layer normalisation by 1.5.
         """
         chosen = HyperCloning(noise_std=0.1) if method is None else as_method(method)
         if isinstance(small, Mapping):

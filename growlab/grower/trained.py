@@ -254,7 +254,7 @@ def prepared(
             reason = graph.fixed.get(name.rpartition(".")[0], "no width group explains it")
             raise UserError(
                 f"{name} of the trained network has the shape {list(shapes[name])}, which no widths of "
-                f"{type(wide).__name__} give ({reason})."
+                f"{type(wide).__name__} give: it is {list(tensor.shape)} at full width ({reason})."
             )
     if larger := next((group for group, full in graph.full_widths.items() if widths[group] > full), None):
         raise UserError(f"the trained network is wider than {type(wide).__name__} in {larger!r}.")

@@ -23,6 +23,9 @@ class Averages(Part):
     Args:
         decay: decay rate between 0 and 1, such as 0.999.
 
+    Attributes:
+        module: the averaged network, at the widths of the network.
+
     Raises:
         UserError: `decay` is out of range.
     """

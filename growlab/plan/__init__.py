@@ -7,7 +7,7 @@ parameter of the full network in the whole budget, and f its parameters over the
 
 import csv
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from math import exp, isfinite, log, log1p
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 from torch import nn
 
-from growlab.base.errors import UserError
-from growlab.base.settings import at_least
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import at_least, one_of
 
 __all__ = ["Advice", "Case", "Check", "advise", "check", "read_cases"]
 
@@ -85,7 +85,7 @@ class Check:
     brier: float
     expected: float
     realised: float
-    odds: Sequence[float]
+    odds: Sequence[float] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Advice:
         if self.choice == "grow":
             lines.append("Grow in depth between 20 and 40 % of the cost, before the rate decays.")
         right = f"{self.check.right} right with their family left out"
-        lines.append(f"{self.check.cases} cases: {right}, Brier score {self.check.brier:.2f} (a coin: 0.25).")
+        lines.append(f"{self.check.cases} cases: {right}, Brier {self.check.brier:.2f} (a coin: 0.25).")
         low, high = self.seen
         if not low / 2 <= self.ratio <= 2 * high:
             lines.append(f"No case is near: they have {low:.2g} to {high:.2g} samples a parameter.")
@@ -213,7 +213,7 @@ def advise(
         cases: cases to fit; None: those of the package, see `read_cases`.
 
     Raises:
-        UserError: a number is impossible, or there are fewer than two cases.
+        UserError: a number is impossible, `size` or `kind` is unknown, or there are fewer than two cases.
 
     Examples:
         >>> from growlab.plan import advise
@@ -222,6 +222,9 @@ def advise(
         >>> advise(10_000, samples=1_000_000).choice
         'full'
     """
+    with as_user_errors():
+        one_of(("any", "full"), size=size)
+        one_of((None, "classes", "language"), kind=kind)
     params, smaller_params = _count(network), _count(smaller, network)
     if not (isfinite(samples) and samples > 0):
         raise UserError(f"samples={samples} must be a number above 0.")

@@ -62,8 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         return _widen_named(args)
     if args.weights is not None:
         raise UserError(
-            f"{args.weights} is given as WEIGHTS, but {args.model} is no torchvision/NAME or timm/NAME; give a folder "
-            "alone."
+            f"{args.weights} is given as WEIGHTS, but {args.model} is no torchvision/NAME or timm/NAME: a folder takes "
+            "no WEIGHTS."
         )
     settings = (args.width, args.depth, args.method, args.parts.split(","), args.seed, args.noise)
     report(args.out, widen_folder(Path(args.model), args.out, *settings))
@@ -95,7 +95,7 @@ def _widen_dcp(args: argparse.Namespace) -> int:
 
 def _widen_named(args: argparse.Namespace) -> int:
     if args.weights is None:
-        raise UserError(f"give the file of {args.model}'s state_dict behind its name.")
+        raise UserError(f"give the file of {args.model}'s state_dict after its name.")
     if args.depth != 1 or args.parts != ",".join(PARTS):
         raise UserError("--depth and --parts are for folders of transformers; give --width alone.")
     if len(args.input_shape) != 3:

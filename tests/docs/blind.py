@@ -356,7 +356,7 @@ OF_CASES = (
     "{} %."
 )
 OF_CONTROLLER = (
-    "`Controller`, as it is since, ended at most 0.3 points below its smaller network that never grows in {} pairs of "
+    "The present `Controller` ended at most 0.3 points below its smaller network that never grows in {} pairs of "
     "the fourth round. It grew in {} of {} runs: it guards against a loss more than it finds a gain."
 )
 FRONT = "small inputs throughout are {} points above the full network (95 % interval {}) and {} above grown inputs ({})"

@@ -93,3 +93,10 @@ def test_the_guides_example_runs_as_written(cli: CommandLine, tmp_path: Path) ->
         cli.done(*shlex.split(line)[1:], *STAGES, "hydra.run.dir=run", cwd=tmp_path)
     results = read_results(tmp_path / "run")
     assert results["metric"] == {"name": "mae", "higher_is_better": False} and results["test_mae"] < 1
+    for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S):
+        file = tmp_path / re.search(r"^# (conf/\S+)$", block, re.M)[1]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(block)
+    cli.done("-cd", "conf", "experiment=waves", *STAGES, "hydra.run.dir=files", cwd=tmp_path)
+    results = read_results(tmp_path / "files")
+    assert results["metric"] == {"name": "rmse", "higher_is_better": False}

@@ -21,7 +21,8 @@ class At(Trigger):
 
     Args:
         widths: maps each stage's start to its width: a fraction of full width, or the width of each group (others
-            keep theirs). The first start is 0.
+            keep theirs). The first start is 0. With blocks to insert, {"width": 0.5, "depth": 0.25} separates the
+            fraction of full width from that of the inserted blocks; what is left out stays as it is.
         unit: unit of the starts: "epoch", "step" (optimizer steps) or "cost" (given to `Grower.step`).
         batch_sizes: global batch size of each stage, for front ends that can change it.
 

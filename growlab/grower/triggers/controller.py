@@ -1,7 +1,7 @@
 """Growth decided by a trial: train the grown and the smaller network for a short branch, and keep the better one."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, sqrt
 from statistics import fmean, stdev
 from typing import Any
@@ -124,9 +124,11 @@ class Controller(Trigger):
         total = self.total_steps or grower.training.total_steps
         if total is None:
             raise UserError("a Controller needs the number of the training's steps: give it total_steps=N.")
+        steps = min(self.max_steps, round(self.branch * total))
+        if steps >= _LEAST_STEPS:
+            _check_provided(grower)
         if grower.clock.step < ceil(self.at * total):
             return None
-        steps = min(self.max_steps, round(self.branch * total))
         if steps < _LEAST_STEPS:
             self._decide(_not_compared(0, 0.0))
             return None
@@ -212,13 +214,7 @@ class Controller(Trigger):
         )
 
     def _batches(self, grower: GrowingNetwork, number: int) -> list[Any]:
-        training = grower.training
-        if training.batches is None or (training.loss is None and training.step_loss is None):
-            raise UserError(
-                "a Controller trains branches with the loop's batches and loss: call "
-                "Grower.provide(batches=..., loss=...) before the first step."
-            )
-        batches = list(training.batches(number))
+        batches = list(_check_provided(grower)(number))
         if not batches:
             raise UserError("a Controller trains branches, but there is not a single batch of training data.")
         return [batches[index % len(batches)] for index in range(number)]
@@ -259,6 +255,17 @@ class Controller(Trigger):
         assert training.loss is not None
         *inputs, target = network_inputs(tuple(batch), grower.network)
         return training.loss(main_output(call_on(grower.network, inputs)), target)
+
+
+def _check_provided(grower: GrowingNetwork) -> Callable[[int], Sequence[Any]]:
+    """Return the loop's function for batches; raise a UserError if that or the loss is missing."""
+    training = grower.training
+    if training.batches is None or (training.loss is None and training.step_loss is None):
+        raise UserError(
+            "a Controller trains branches with the loop's batches and loss: call "
+            "Grower.provide(batches=..., loss=...) before the first step."
+        )
+    return training.batches
 
 
 def _not_compared(steps: int, paid: float, odds: float | None = None) -> dict[str, Any]:

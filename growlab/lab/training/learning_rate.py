@@ -88,10 +88,12 @@ class LearningRate:
         steps, in_epochs, fraction = self.warmup_steps, self.warmup_epochs, self.warmup_fraction
         if steps is None and self.shape == "inverse_sqrt":
             yield "shape=inverse_sqrt needs warmup_steps, such as 4000."
-        if steps is not None and (steps < 1 or in_epochs or fraction or self.restarts != "none"):
-            yield "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none."
+        if steps is not None and steps < 1:
+            yield f"warmup_steps must be at least 1, not {steps}."
+        if steps is not None and (in_epochs or fraction or self.restarts != "none"):
+            yield "warmup_steps needs warmup_epochs=0, warmup_fraction=0 and restarts=none."
         if in_epochs and self.progress_unit == "steps":
-            yield "warmup_epochs goes with progress_unit=epochs; with progress_unit=steps set warmup_steps."
+            yield "warmup_epochs goes with progress_unit=epochs; with steps set warmup_epochs=0 and warmup_steps."
         if fraction >= 1:
             yield f"warmup_fraction must be below 1, not {fraction}."
         if in_epochs and fraction:
@@ -121,8 +123,8 @@ class LearningRate:
         """Convert the schedule for a run whose length is in steps; `knows_cost`: its FLOPs are known before the run."""
         if self.warmup_epochs:
             raise UserError(
-                "schedule.learning_rate.warmup_epochs counts epochs, and this run's length is in steps: set "
-                "warmup_steps."
+                "schedule.learning_rate.warmup_epochs counts epochs, but this run's length is in steps: set "
+                "warmup_epochs=0 and warmup_steps."
             )
         in_steps = self.progress_unit == "epochs" or (
             self.progress_unit == "auto" and (self.shape in _OWN_UNIT or not knows_cost)

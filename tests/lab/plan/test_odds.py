@@ -132,6 +132,8 @@ def test_a_users_cases_are_used(tmp_path) -> None:
         ({"samples": float("nan")}, "samples=nan must"),
         ({"smaller": 2e6}, "the smaller network has 2,000,000"),
         ({"smaller": -1}, "-1 is no number"),
+        ({"kind": "text"}, "kind must be None, classes or language, not 'text'"),
+        ({"size": "small"}, "size must be any or full, not 'small'"),
         ({"cases": []}, "at least two cases"),
     ],
 )

@@ -161,6 +161,15 @@ def test_invalid_schedules_are_refused(wrong: dict) -> None:
         LearningRate(**wrong)
 
 
+def test_a_warm_up_in_epochs_names_all_that_a_run_in_steps_needs() -> None:
+    rate = {"warmup_epochs": 0.25}
+    with pytest.raises(UserError, match=r"set warmup_epochs=0 and warmup_steps\."):
+        LearningRate(**rate).by_steps()
+    with pytest.raises(ValueError, match="warmup_steps needs warmup_epochs=0"):
+        LearningRate(**rate, warmup_steps=3)
+    assert LearningRate(warmup_steps=3).by_steps().warmup_steps == 3
+
+
 @pytest.mark.parametrize("warmup", [{"warmup_epochs": 4}, {"warmup_steps": 12}])
 def test_warm_up_may_take_the_whole_run(warmup: dict) -> None:
     factor = LearningRate(**warmup).factor_at_step(make_schedule(4, 8, num_stages=1), [3] * 4)

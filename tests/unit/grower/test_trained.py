@@ -263,6 +263,15 @@ def test_from_trained_rejects_invalid_arguments(wide: Any, arguments: dict[str, 
     assert message in str(error.value)
 
 
+def test_another_number_of_classes_is_named_with_both_shapes() -> None:
+    small = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+    wide = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    with pytest.raises(
+        UserError, match=r"2\.weight .* \[3, 4\], .* it is \[5, 16\] at full width \(the network's output"
+    ):
+        Grower.from_trained(small, wide, torch.randn(2, 8))
+
+
 def test_a_small_network_wider_than_the_large_one_raises_an_error() -> None:
     small, _ = trained(residual, IMAGES)
     with pytest.raises(UserError, match="wider than Residual"):

@@ -81,7 +81,7 @@ def test_widen_reports_bad_weights_in_one_sentence(tmp_path: Path, capsys: pytes
     name, path, out = "torchvision/squeezenet1_1", tmp_path / "weights.pt", tmp_path / "new"
     saved(path, name)
     refused = partial(refusal, capsys, "-o", out, "--input-shape", SIDE)
-    assert "state_dict behind its name" in refused(name, "--width", 2)
+    assert "state_dict after its name" in refused(name, "--width", 2)
     assert "must be above 1" in refused(name, path, "--width", 0.5)
     assert "for folders of transformers" in refused(name, path, "--width", 2, "--depth", 2)
     assert "there are pairs, net2net, hypercloning, lemon" in refused(name, path, "--width", 2, "--method", "x")

@@ -284,7 +284,7 @@ def test_missing_batches_or_steps_raise_an_error() -> None:
     loop = Loop(False)
     loop.grower.training = growlab.grower.triggers.Training()
     with pytest.raises(UserError, match="with the loop's batches and loss"):
-        loop.train()
+        loop.train(to=2)  # Long before the branch.
     loop = Loop(False)
     loop.trigger.total_steps = None
     with pytest.raises(UserError, match="give it total_steps=N"):
