@@ -98,7 +98,7 @@ def test_parameters_are_counted_and_embeddings_mean_text() -> None:
 
 
 def test_a_users_cases_are_used(tmp_path) -> None:
-    more = made(40, slope=-4.0)
+    more = made(100, slope=-4.0)
     lines = [",".join(asdict(more[0]))]
     lines += [",".join("" if value is None else str(value) for value in asdict(one).values()) for one in more]
     file = tmp_path / "mine.csv"
