@@ -599,7 +599,7 @@ def train(
 ) -> None:
     """Take steps on one batch: cross-entropy with the classes `y`, or else the mean squared distance from 1."""
     for _ in range(steps):
-        optimizer.zero_grad()
+        network.zero_grad()
         output = network(x)
         loss = (output - 1).square().mean() if y is None else F.cross_entropy(output, y)
         loss.backward()
