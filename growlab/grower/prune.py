@@ -13,7 +13,7 @@ from growlab.base.errors import UserError, as_user_errors
 from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import evaluate, network_inputs
-from growlab.growth.parity import relative_error
+from growlab.growth.parity import exact_rounding, relative_error
 from growlab.growth.rescale import attention_factors
 from growlab.growth.weighted_norms import weigh
 from growlab.optim import Inheritance, follow
@@ -89,7 +89,7 @@ def prune(
     replaced = replace_tensors(network, graph, as_stored(graph, new))
     if masked is not None:
         error = relative_error(masked, evaluate(network, inputs))
-        if error > 1e3 * torch.finfo(masked.dtype).eps:
+        if error > exact_rounding(network, masked):
             restore_tensors(network, graph, replaced)
             raise UserError(
                 f"the pruned network's output would differ from the masked one's by {error:.0e}: its code computes "

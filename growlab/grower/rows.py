@@ -15,7 +15,7 @@ from growlab.grower.transaction import Seconds, transaction
 from growlab.growth.method import generator
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.outputs import evaluate
-from growlab.growth.parity import relative_error
+from growlab.growth.parity import exact_rounding, relative_error
 from growlab.growth.state import GrowthEvent
 from growlab.widths import Axis, Carry, Group, Part, WidthGraph, replace_tensors, tensors_of
 
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 TOKENS, EXPERTS = "tokens", "experts"
 #: Largest relative change of the outputs with more experts: routers of transformers compute in float32.
 EXACT = 1e-6
-# Largest change of the outputs otherwise, in units of rounding.
-_TIMES_ROUNDED = 1e3
 # Attributes of configurations and modules: the number of experts, and of those that compute each token.
 _NUMBERS = ("num_local_experts", "num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k")
@@ -96,7 +94,7 @@ def _grow_rows(
         grower.followers.carry(*change())
         output = evaluate(network, grower.probe())
         error = relative_error(expected, output[..., :size])
-        tolerance = max(exact, _TIMES_ROUNDED * torch.finfo(output.dtype).eps)
+        tolerance = max(exact, exact_rounding(network, output))
         if output.shape[-1] not in (size, numbers[1]) or error > tolerance:
             raise UserError(f"{type(network).__name__} {wrong} (the output differs by {error:.0e}).")
         event = GrowthEvent(

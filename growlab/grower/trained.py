@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, isclose
+from math import isclose
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from growlab.grower.part import Part
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths, as_trigger
 from growlab.growth import GrowthMethod, HyperCloning, Net2Net
 from growlab.growth.outputs import evaluate, network_inputs
-from growlab.growth.parity import ROUNDING, relative_error
+from growlab.growth.parity import ROUNDING, exact_rounding, relative_error
 from growlab.optim.carry import rescale_state
 from growlab.optim.followers import replace_parameters
 from growlab.widths import Example, WidthGraph
@@ -327,7 +327,7 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
         return relative_error(expected.to(output), output) if output.shape == expected.shape else float("inf")
 
     least = error()
-    tolerance = max(_tolerance(network, expected), _tolerance(small, expected))
+    tolerance = max(exact_rounding(network, expected), exact_rounding(small, expected))
     # In low precision a wrong factor may change less than rounding in a deep network does: take the best one.
     close, best, chosen = min(tolerance, ROUNDING[torch.float32]), least, dict[str, tuple[Tensor, Tensor]]()
     for ratio in _computed_ratios(network, small, graph, grower.state.widths):
@@ -368,12 +368,6 @@ def _rescaled(
             originals[parameter] = parameter.detach().clone()
             parameter.add_(offset).mul_(factor).sub_(offset)
     return originals
-
-
-def _tolerance(network: nn.Module, output: Tensor) -> float:
-    """Relative difference of outputs that rounding explains, by the least precise dtype of parameters and output."""
-    dtypes = {output.dtype, *(p.dtype for p in network.parameters() if p.is_floating_point())}
-    return max(min(1e3 * torch.finfo(dtype).eps, ROUNDING.get(dtype, inf)) for dtype in dtypes)
 
 
 def _warn_of_unknown_outputs(network: nn.Module, graph: WidthGraph, widths: Widths) -> None:
@@ -423,7 +417,7 @@ def anneal_if_uniform(grower: Any) -> bool:
         return not weights
     expected = evaluate(grower.network, grower.probe())
     grower.anneal(1.0)
-    if relative_error(expected, evaluate(grower.network, grower.probe())) > _tolerance(grower.network, expected):
+    if relative_error(expected, evaluate(grower.network, grower.probe())) > exact_rounding(grower.network, expected):
         # Equal weights still change sums and norms over channels.
         state.norm_weights, state.norm_progress = weights, progress
         grower.anneal(progress)
@@ -435,7 +429,7 @@ def anneal_at_once(grower: Any, method: GrowthMethod) -> None:
     expected = evaluate(grower.network, grower.probe())
     grower.anneal(1.0)
     error = relative_error(expected, evaluate(grower.network, grower.probe()))
-    if error > _tolerance(grower.network, expected):
+    if error > exact_rounding(grower.network, expected):
         raise UserError(
             f"{method.name} widens a trained stream under layer or RMS normalisation so that plain normalisations "
             f"would change the output by {error:.0e}: grow it by a whole factor with HyperCloning or Net2Net, or use "

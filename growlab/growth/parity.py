@@ -128,6 +128,12 @@ def rounding(model: nn.Module, output: Tensor) -> float:
     return max(ROUNDING.get(dtype.to_real(), 0.0) for dtype in dtypes)
 
 
+def exact_rounding(model: nn.Module, output: Tensor) -> float:
+    """Relative output error that rounding explains where no sum has other terms than before."""
+    dtypes = {output.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+    return max(min(1e3 * torch.finfo(dtype).eps, ROUNDING.get(dtype, math.inf)) for dtype in dtypes)
+
+
 def rounding_measured(
     model: nn.Module, probe: tuple[Any, ...], outputs: Outputs, setting: Setting | None = None
 ) -> tuple[float, float]:

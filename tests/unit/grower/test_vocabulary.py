@@ -180,6 +180,22 @@ def test_the_trainer_continues_with_more_tokens(tmp_path: Path) -> None:
     assert loaded.lm_head.weight.shape == (80, 32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_outputs_that_depend_on_the_number_of_tokens_are_rejected(dtype: torch.dtype) -> None:
+    model = phi(32, 2).to(dtype)
+
+    class Normalised(type(model)):
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            outputs = super().forward(*inputs, **named)
+            outputs.logits = outputs.logits.log_softmax(-1)
+            return outputs
+
+    model.__class__ = Normalised
+    with pytest.raises(UserError, match=r"cannot take 640 tokens: .* depends on their number"):
+        Grower(model, TEXT).resize_vocabulary(640)
+    assert model.config.vocab_size == 64
+
+
 def test_resize_vocabulary_rejects_invalid_sizes_and_networks() -> None:
     wide, optimizer, grower = started(llama)
     for size in (64, 12, 0, 80.5):
