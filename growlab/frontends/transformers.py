@@ -120,8 +120,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         example = self._example
         if example is None:
             inputs = getattr(network, "dummy_inputs", None) or {}
-            # Those of most models for images and sound are of text.
-            if not inputs or getattr(network, "main_input_name", next(iter(inputs))) not in inputs:
+            # The default is text (input_ids), also for images and sound.
+            if not inputs or getattr(network, "main_input_name", "input_ids") not in {*inputs, "input_ids"}:
                 raise UserError(f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input.")
             example = as_example(network, (), inputs)
         prefix = self._network and f"{self._network}."

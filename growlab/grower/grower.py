@@ -237,8 +237,8 @@ class Grower(LoadingNetwork):
 
         Raises:
             UserError: the small network's tensors fit no widths of the large one, or their outputs differ with the same
-                weights. `step` raises one if outputs would change once normalisations are plain, as after growth of a
-                stream under layer normalisation by 1.5.
+                weights. `step` raises one if the growth changes outputs without weighted normalisations, such as growth
+                of a stream under layer normalisation by a factor of 1.5.
         """
         chosen = HyperCloning(noise_std=0.1) if method is None else as_method(method)
         if isinstance(small, Mapping):

@@ -313,9 +313,9 @@ SIXTH = (
     "**Over a wider range the odds were better than either rule.** The sixth round has images with 1 to 90 samples per"
     " parameter, and text with 3 to 200. The odds were right in {} pairs and chose a network that is {} points below "
     "the better on average, and {} at most; always the full network, {} and {}; always the half, {} and {}. Wrong "
-    "choices were expected to add {} % to the error, and added {} %. The Brier score was to be at most 0.12 and is "
-    "not: the costliest pair is a network on digits of 8x8 pixels, each of them seen about a hundred times, whose half"
-    " was better against odds of 0.06."
+    "choices were expected to add {} % to the error, and added {} %. The Brier score missed its target, at most 0.12: "
+    "the costliest pair is a network on digits of 8x8 pixels, each of them seen about a hundred times, whose half was "
+    "better against odds of 0.06."
 )
 SECOND = (
     "In the second round another rule was written down, which took from the nearest cases the network with the least "
@@ -323,9 +323,10 @@ SECOND = (
     "and has been dropped. The odds of that round were computed afterwards, from the 33 cases known before it."
 )
 ALL = (
-    "All pairs are cases of `growlab plan` now. With each family left out in turn, the odds predict the better network "
-    "in {} of all {} cases (Brier score {}). Following them was expected to cost {} % more error than always choosing "
-    "the better network, and cost {} %; always the half costs {} %, always the full network {} %."
+    "All pairs are cases of `growlab plan` now. With each family (a network on a data set) left out in turn, the odds "
+    "predict the better network in {} of all {} cases (Brier score {}). Following them was expected to cost {} % more "
+    "error than always choosing the better network, and cost {} %; always the half costs {} %, always the full network "
+    "{} %."
 )
 GROWN = (
     "Where growth adds blocks (first round), the network without these blocks, never grown, is better still, by {} "

@@ -247,7 +247,7 @@ def check(*overrides: str, is_sweep: bool = False) -> None:
         (("experiment=papers/convnet4_cifar10", "schedule.initial_fraction=0.5"), "with schedule.epochs=[10,10,10]"),
         (
             ("schedule.eval_every_n_steps=9",),
-            "no effect, since the run's length is in epochs: set schedule.total_steps.",
+            "no effect, since the run's length is in epochs: set schedule.total_steps, without schedule.budget.",
         ),
         (
             ("experiment=llama_text", "schedule.budget=2", "schedule.repeat_batches=2"),

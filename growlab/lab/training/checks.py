@@ -202,7 +202,8 @@ def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_swee
         value = schedule.get(name) if f"schedule.{name}" in typed else None
         if value is not None and (schedule.get("budget") is not None or not in_steps):
             raise UserError(
-                f"schedule.{name}={value} has no effect, since the run's length is in epochs: set schedule.total_steps."
+                f"schedule.{name}={value} has no effect, since the run's length is in epochs: set "
+                "schedule.total_steps, without schedule.budget."
             )
     if is_sweep:
         return

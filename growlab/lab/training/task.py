@@ -71,8 +71,6 @@ class Task(LightningModule):
         self._evaluated: dict[str, dict[str, Any]] = {}
         self._saved_sums: Tensor | None = None
         self._bad_step: Tensor | None = None
-        # Infinite by design, such as masks of -inf.
-        self._infinite = {name for name, buffer in self.network.named_buffers() if not buffer.isfinite().all()}
 
     @property
     def stage_widths(self) -> list[dict[str, int]]:
@@ -189,11 +187,14 @@ class Task(LightningModule):
             raise UserError(self._not_finite("the training loss became NaN or infinite at", min(bad)))
 
     def check_weights(self) -> None:
-        """Stop the run, before saving, if a weight or running statistic is not finite."""
-        state = {n: t for n, t in self.network.state_dict().items() if n not in self._infinite}
-        tensors = {n: t for n, t in state.items() if t.is_floating_point() or t.is_complex()}
+        """Stop the run, before saving, if a weight or running statistic is not finite or another buffer is NaN."""
+        tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point() or t.is_complex()}
+        # Masks of -inf, for example, are infinite by design.
+        buffers = {n for n, _ in self.network.named_buffers(remove_duplicate=False)}
+        may_be_infinite = {n for n in buffers if not n.endswith(("running_mean", "running_var"))}
+        valid = [(~t.isnan() if n in may_be_infinite else t.isfinite()).all() for n, t in tensors.items()]
         # The state dict also contains factors of hooks, which are on the CPU.
-        finite = torch.stack([tensor.isfinite().all().to(self.device) for tensor in tensors.values()])
+        finite = torch.stack([each.to(self.device) for each in valid])
         finite = stacked(finite).all(0)
         if not bool(finite.all()):
             first = next(n for n, fine in zip(tensors, finite.tolist(), strict=True) if not fine)

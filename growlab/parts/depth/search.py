@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError, first_line
-from growlab.growth.outputs import without_side_effects
+from growlab.growth.outputs import main_output, without_side_effects
 from growlab.growth.parity import ROUNDING, relative_error
 from growlab.parts.depth.branches import edge_of
 from growlab.parts.depth.finding import (
@@ -27,7 +27,7 @@ from growlab.parts.depth.finding import (
     runs_of_units,
     same_draws,
     signature,
-    traced_output,
+    traced_outputs,
 )
 from growlab.parts.depth.starts import ZEROING, Insertion, identity
 from growlab.widths import tensors_in
@@ -127,7 +127,7 @@ class Search:
             b for b in blocks.values() if b.name not in wrong and any(p.drops for p in b.pass_throughs.values())
         ]
         if dropping and self._uses_all(dropping):
-            used = "the network uses more than one of the tensors that it outputs"
+            used = "the network uses or returns more than one of the tensors that it outputs"
             wrong |= {block.name: used for block in dropping if self._uses_all([block])}
         left = [block for name, block in blocks.items() if name not in wrong]
         if self._runs_without(left) is not None:
@@ -185,12 +185,13 @@ class Search:
             hook = partial(_main_only, pass_through)
             rehearsal.get_submodule(path).register_forward_hook(hook)
         try:
-            output = traced_output(rehearsal, self._example)
+            outputs = traced_outputs(rehearsal, self._example)
         except FAILURES:
             return True
-        return output.shape != self._forward.result.shape or not (
-            relative_error(self._forward.result, output.detach()) <= self._rounding
-        )
+        output = main_output(outputs)
+        if len(tensors_in(outputs)) != self._forward.num_outputs or output.shape != self._forward.result.shape:
+            return True
+        return not relative_error(self._forward.result, output.detach()) <= self._rounding
 
     def _runs_without(self, blocks: Sequence[Block]) -> str | None:
         """Return the reason why the network does not work without some blocks, or None."""
@@ -200,7 +201,7 @@ class Search:
         for block in blocks:
             block.leave_out(rehearsal)
         try:
-            output = traced_output(rehearsal, self._example)
+            output = main_output(traced_outputs(rehearsal, self._example))
         except FAILURES as error:
             return f"the network does not run without it ({first_line(error)})"
         if output.shape != self._forward.result.shape:

@@ -101,17 +101,26 @@ def test_slopes_of_prelu_are_exempt_from_weight_decay() -> None:
     assert spared["params"] == list(task.network.slope.parameters())
 
 
-def test_a_mask_of_minus_infinity_is_no_failure() -> None:
-    network = torch.nn.Linear(8, 2)
-    network.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
-    task = Task(SimpleNamespace(network=network), *[None] * 3)
+def test_masks_of_minus_infinity_are_valid_also_in_inserted_or_several_blocks() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(8, 2))
+    task = Task(SimpleNamespace(network=network, state=SimpleNamespace(stage=0)), *[None] * 3)
+    mask = torch.tensor([0.0, float("-inf")])
+    for _ in range(2):
+        network.append(torch.nn.Linear(2, 2))
+        network[-1].register_buffer("mask", mask)
+    network.append(torch.nn.BatchNorm1d(2))
     Task.check_weights(task)
+    for buffer, value in ((network[-1].running_var, float("inf")), (mask, float("nan"))):
+        good = buffer.clone()
+        buffer[0] = value
+        with pytest.raises(UserError, match="was NaN or infinite after"):
+            Task.check_weights(task)
+        buffer.copy_(good)
 
 
 def test_a_complex_weight_that_is_nan_stops_the_run_too() -> None:
     network = torch.nn.Linear(2, 2, dtype=torch.cfloat)
     run: Any = SimpleNamespace(network=network, device="cpu", global_step=3, _not_finite=lambda what, step: what)
-    run._infinite = set()
     Task.check_weights(run)
     network.weight.data[0, 0] = complex(0, float("nan"))
     with pytest.raises(UserError, match=r"^weight was NaN or infinite after"):

@@ -282,6 +282,29 @@ def test_resuming_into_another_folder_needs_the_checkpoints_folder(uninterrupted
             run(tmp_path / folder, uninterrupted[0] / "checkpoint-8", save_strategy="no")
 
 
+def test_dummy_inputs_of_a_users_model_are_its_example(tmp_path: Path) -> None:
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+            self.post_init()
+
+        @property
+        def dummy_inputs(self) -> dict[str, torch.Tensor]:
+            return {"x": torch.ones(2, 4)}
+
+        def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+            return {"loss": self.second(self.first(x).relu()).square().mean()}
+
+    data = [{"x": torch.ones(4), "labels": 0}] * 4
+    model = Model(transformers.PretrainedConfig())
+    grown = Growth(trigger={0: 0.5, 1: 1.0})
+    trainer_runs.trained(tmp_path, model, data, grown, num_train_epochs=2, save_strategy="no")
+    assert model.first.out_features == 8
+
+
 def test_unsupported_triggers_and_settings_raise_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the Trainer knows only epochs and steps"):
         Growth(trigger=At({0: 0.5, 1: 1.0}, unit="cost"))

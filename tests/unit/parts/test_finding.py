@@ -100,22 +100,23 @@ class Siblings(nn.Module):
 
 
 class WithWeights(nn.Module):
-    """Blocks that return a second tensor, which the network may use."""
+    """Blocks that return a second tensor, which the network may use or return."""
 
-    def __init__(self, uses: bool = False) -> None:
+    def __init__(self, uses: bool = False, returns: bool = False) -> None:
         super().__init__()
-        self.first, self.last, self.uses = nn.Linear(8, 16), nn.Linear(16, 4), uses
+        self.first, self.last, self.uses, self.returns = nn.Linear(8, 16), nn.Linear(16, 4), uses, returns
         self.blocks = nn.ModuleList([Bare() for _ in range(3)])
         for block in self.blocks:
             block.register_forward_hook(lambda module, inputs, output: (output, inputs[0].softmax(-1)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def forward(self, x: Tensor) -> Any:
+        x, others = self.first(x), []
         for block in self.blocks:
             x, weights = block(x)
             if self.uses and weights is not None:
                 x = x * (1 + weights)
-        return self.last(x)
+            others.append(weights)
+        return (self.last(x), others) if self.returns else self.last(x)
 
 
 class SharedWeight(Siblings):
@@ -337,7 +338,8 @@ STAYS: dict[str, tuple[Callable[[], nn.Module], Tensor, str, str]] = {
         *(lambda: SharedWeight("scale"), SAMPLES, "zero"),
         r"would begin with other values of one\.scale, which other modules share",
     ),
-    "a second output that is used": (lambda: WithWeights(True), SAMPLES, "zero", "uses more than one of the tensors"),
+    "a second output that is used": (lambda: WithWeights(True), SAMPLES, "zero", "uses or returns more than one"),
+    "a second output that is returned": (lambda: WithWeights(returns=True), SAMPLES, "zero", "uses or returns more"),
     "side by side": (parallel, SAMPLES, "zero", r"its input is not the output of branches\.0"),
     "a residual for identity": (Siblings, SAMPLES, "identity", "it has a residual branch"),
     "layers for zero": (layers, SAMPLES, "zero", "finds no modules of one kind"),
