@@ -209,9 +209,8 @@ class Forward:
                 before, after = self._record_inputs(path), self._record_call(path)
                 hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
-            outputs = traced_outputs(self.network, example)
-        output = main_output(outputs)
-        self.result, self.num_outputs = output.detach(), len(tensors_in(outputs))
+            output = traced_output(self.network, example)
+        self.shape = output.shape
         self.output = edge_of(output)
         self.consumers = None if self.output is None else Consumers(self.output)
         self.reached = learnt_parameters(self.network, self.output)
@@ -268,8 +267,8 @@ class Forward:
         return hook
 
 
-def traced_outputs(network: nn.Module, example: tuple[Any, ...]) -> Any:
-    """Return the output in eval mode, with its autograd graph."""
+def traced_output(network: nn.Module, example: tuple[Any, ...]) -> Tensor:
+    """Return the main output in eval mode, with its autograd graph."""
 
     def tracked(x: Any) -> Any:
         # Not a leaf tensor, since networks may change their input in place.
@@ -278,7 +277,7 @@ def traced_outputs(network: nn.Module, example: tuple[Any, ...]) -> Any:
 
     with without_side_effects(network), torch.enable_grad():
         network.eval()
-        return call_with(network, changed(tracked, example))
+        return main_output(call_with(network, changed(tracked, example)))
 
 
 def learnt_parameters(network: nn.Module, output: Edge | None) -> set[str]:

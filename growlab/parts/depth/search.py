@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError, first_line
-from growlab.growth.outputs import main_output, without_side_effects
+from growlab.growth.outputs import without_side_effects
 from growlab.growth.parity import ROUNDING, relative_error
 from growlab.parts.depth.branches import edge_of
 from growlab.parts.depth.finding import (
@@ -27,7 +27,7 @@ from growlab.parts.depth.finding import (
     runs_of_units,
     same_draws,
     signature,
-    traced_outputs,
+    traced_output,
 )
 from growlab.parts.depth.starts import ZEROING, Insertion, identity
 from growlab.widths import tensors_in
@@ -179,19 +179,28 @@ class Search:
         return max(ROUNDING.get(p.dtype, 0.0) for p in self._network.parameters())
 
     def _uses_all(self, blocks: Sequence[Block]) -> bool:
-        """Return True if the network needs more of some blocks' outputs than those of their placeholders."""
+        """Return True if the network, in either mode, needs or returns outputs of blocks that placeholders lack."""
         rehearsal = copied(self._network)
-        for path, pass_through in ((path, p) for block in blocks for path, p in block.pass_throughs.items()):
-            hook = partial(_main_only, pass_through)
-            rehearsal.get_submodule(path).register_forward_hook(hook)
         try:
-            outputs = traced_outputs(rehearsal, self._example)
+            before = self._outputs(rehearsal)
+            for path, pass_through in ((path, p) for block in blocks for path, p in block.pass_throughs.items()):
+                rehearsal.get_submodule(path).register_forward_hook(partial(_main_only, pass_through))
+            pairs = list(zip(before, self._outputs(rehearsal), strict=True))
         except FAILURES:
             return True
-        output = main_output(outputs)
-        if len(tensors_in(outputs)) != self._forward.num_outputs or output.shape != self._forward.result.shape:
-            return True
-        return not relative_error(self._forward.result, output.detach()) <= self._rounding
+        return any(
+            len(old) != len(new) or old[0].shape != new[0].shape or not relative_error(old[0], new[0]) <= self._rounding
+            for old, new in pairs
+        )
+
+    def _outputs(self, network: nn.Module) -> list[list[Tensor]]:
+        """Return the outputs in eval and train mode."""
+        outputs = []
+        with torch.no_grad(), without_side_effects(network), same_draws():
+            for training in (False, True):
+                network.train(training)
+                outputs.append(tensors_in(call_with(network, self._example)))
+        return outputs
 
     def _runs_without(self, blocks: Sequence[Block]) -> str | None:
         """Return the reason why the network does not work without some blocks, or None."""
@@ -201,10 +210,10 @@ class Search:
         for block in blocks:
             block.leave_out(rehearsal)
         try:
-            output = main_output(traced_outputs(rehearsal, self._example))
+            output = traced_output(rehearsal, self._example)
         except FAILURES as error:
             return f"the network does not run without it ({first_line(error)})"
-        if output.shape != self._forward.result.shape:
+        if output.shape != self._forward.shape:
             return f"the network's output has shape {list(output.shape)} without it"
         learnt = learnt_parameters(rehearsal, edge_of(output))
         lost = [

@@ -100,7 +100,7 @@ class Siblings(nn.Module):
 
 
 class WithWeights(nn.Module):
-    """Blocks that return a second tensor, which the network may use or return."""
+    """Blocks that return a second tensor, which the network may use, or return in train mode."""
 
     def __init__(self, uses: bool = False, returns: bool = False) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class WithWeights(nn.Module):
             if self.uses and weights is not None:
                 x = x * (1 + weights)
             others.append(weights)
-        return (self.last(x), others) if self.returns else self.last(x)
+        return (self.last(x), sum(others)) if self.returns and self.training else self.last(x)
 
 
 class SharedWeight(Siblings):
