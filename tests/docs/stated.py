@@ -291,8 +291,8 @@ EQUAL_COST: dict[str, dict[str, Numbers]] = {
             ),
             fewer_bits("batch_4", "grown_batch", "0.1")[1],
         ),
-        "Within 30 % of a pass windows gain {} bits ({}) over the full network and growth in depth {} ({}); the smaller "
-        "network gains {} ({}) as it is, and {} more ({}) if its windows grow.": lambda: tuple(
+        "Within 30 % of a pass windows gain {} bits ({}) over the full network and growth in depth {} ({}); the "
+        "smaller network gains {} ({}) as it is, and {} more ({}) if its windows grow.": lambda: tuple(
             number
             for pair in (
                 *(("grown_context", "full"), ("grown_depth", "full"), ("smaller", "full")),
