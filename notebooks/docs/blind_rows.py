@@ -229,6 +229,12 @@ def inverted(width: int, channels: int) -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(C, CLASSES))
 
 
+def encoder_layers(width: int, number: int) -> nn.Module:
+    """Layers of an encoder with two heads, whose normalisations come first."""
+    layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, number, nn.LayerNorm(width), enable_nested_tensor=False)
+
+
 class Encoder(nn.Module):
     """Class of an image from its rows, by four layers of an encoder whose normalisations come first."""
 
@@ -236,8 +242,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.rows = nn.Linear(size, width)
         self.positions = nn.Parameter(0.02 * torch.randn(size, width))
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.layers = encoder_layers(width, 4)
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -455,8 +460,7 @@ class Hybrid(nn.Module):
     def __init__(self, width: int, channels: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(conv(channels, width, stride=2), conv(width, width, stride=2))
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.layers = encoder_layers(width, 2)
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -487,8 +491,7 @@ class Masked(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(CHARACTERS, width)
         self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, width))
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.layers = encoder_layers(width, 4)
         self.head = nn.Linear(width, CHARACTERS)
         self.register_buffer("mask", torch.full((LENGTH, LENGTH), -torch.inf).triu(1), persistent=False)
 

@@ -344,8 +344,8 @@ def _unchanged(batch: Any) -> Any:
 
 def _ignore_signals(worker: int) -> None:
     # Ctrl-C and SLURM signal every process of a run, but the training process still needs batches to end its step.
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"):
-        signal.signal(signal.Signals[name], signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers(iterator: Any) -> None:
